@@ -1,0 +1,50 @@
+"""Every number both sides must agree on. SPEC section 5 holds the same table; a test compares them.
+
+Not here: anything one side may choose for itself (that is configuration).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Versions of the wire protocol this code speaks, as (major, minor).
+PROTOCOL_VERSION: Final = (1, 0)
+
+# --- framing and session ---
+MAX_FRAME_BYTES: Final = 4 * 1024 * 1024 + 64 * 1024  # one blob and its header
+MAX_IN_FLIGHT_REQUESTS: Final = 64  # unanswered requests of one session
+HEARTBEAT_SECONDS: Final = 10
+SESSION_SILENCE_SECONDS: Final = 45  # no frame for so long: the session is dead
+REQUEST_SECONDS: Final = 30  # deadline of one request
+MAX_CLOCK_SKEW_SECONDS: Final = 300
+
+# --- policy ---
+MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
+MAX_POLICY_FILES: Final = 256
+MAX_POLICY_BLOBS: Final = 262_144  # 1 TiB of weights
+MAX_MANIFEST_BYTES: Final = 4 * 1024 * 1024
+MAX_NAME_BYTES: Final = 256
+
+# --- lease ---
+MAX_SLOTS_PER_LEASE: Final = 64
+MAX_GROUP_SIZE: Final = 1024
+MAX_PROMPT_TOKENS: Final = 131_072
+MAX_LEASES_PER_REPLY: Final = 64
+
+# --- trace ---
+MAX_TRACE_TOKENS: Final = 131_072
+MAX_TRACE_BYTES: Final = 3 * 1024 * 1024
+MAX_SPANS: Final = 512
+MAX_REPLY_CHARACTERS: Final = 65_536  # what an environment is shown of one model turn
+
+# --- proofs (SPEC 10, the public TOPLOC format) ---
+PROOF_CHUNK_TOKENS: Final = 32
+PROOF_TOP_K: Final = 128
+PROOF_FIELD: Final = 65_497
+PROOF_MIN_MODULUS_EXCLUSIVE: Final = 32_768
+PROOF_MIN_JUDGED_TOKENS: Final = 8
+
+# --- verdict ---
+MAX_CHECKS: Final = 64
+MAX_TEXT_CHARACTERS: Final = 1_024
+MAX_VERDICTS_PER_REPLY: Final = 256
