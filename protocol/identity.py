@@ -123,7 +123,9 @@ def save_identity(identity: Identity, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
-        raise KeyFileError(f"{path} exists already; move it away first, it may be somebody's identity") from None
+        raise KeyFileError(
+            f"{path} exists already; move it away first, it may be somebody's identity"
+        ) from None
     except OSError as error:
         raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from None
 
@@ -146,7 +148,9 @@ def load_identity(path: Path) -> Identity:
         text = path.read_text(encoding="ascii").strip()
         private = bytes.fromhex(text)
     except FileNotFoundError:
-        raise KeyFileError(f"no key file at {path}: restore a backup, or start without one to make a new key") from None
+        raise KeyFileError(
+            f"no key file at {path}: restore a backup, or start without one to make a new key"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"cannot read the key file {path}: {error}") from None
     except ValueError:

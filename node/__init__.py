@@ -1,0 +1,1 @@
+"""A community machine: lease → rollouts → signed traces."""

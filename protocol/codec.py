@@ -1,0 +1,268 @@
+"""Value ↔ canonical msgpack, by declaration (SPEC 7).
+
+A wire object is a frozen dataclass whose fields are annotated with one of the kinds below, e.g.
+`lease_id: Annotated[bytes, Bytes(16)]`. It is encoded as a msgpack map with the fields in
+declaration order. Bytes are valid only if re-encoding the decoded value gives the same bytes: that
+refuses wide integers, float32, long forms, duplicate, unknown and reordered keys and trailing bytes.
+
+Not here: signatures (envelope.py) and what the values mean (each object's own file).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, TypeVar, get_type_hints
+
+import msgpack
+import numpy as np
+
+from protocol.errors import Code, DecodeError
+
+T = TypeVar("T")
+
+
+def _malformed(where: str, what: str) -> DecodeError:
+    return DecodeError(Code.MALFORMED, f"{where}: {what}")
+
+
+class Kind:
+    """How one field is written and what it may hold."""
+
+    def plain(self, value: Any) -> Any:
+        """The msgpack form of a value."""
+        return value
+
+    def value(self, plain: Any, where: str) -> Any:
+        """The checked value of a msgpack form; raises DecodeError(MALFORMED) naming `where`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class UInt(Kind):
+    """An unsigned integer up to `most`."""
+
+    most: int = 2**64 - 1
+
+    def value(self, plain: Any, where: str) -> int:
+        if type(plain) is not int or not 0 <= plain <= self.most:
+            raise _malformed(where, f"expected an integer from 0 to {self.most}, got {plain!r:.60}")
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Real(Kind):
+    """A finite float64."""
+
+    def plain(self, value: Any) -> float:
+        return float(value)
+
+    def value(self, plain: Any, where: str) -> float:
+        if type(plain) is not float or not math.isfinite(plain):
+            raise _malformed(where, f"expected a finite float64, got {plain!r:.60}")
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag(Kind):
+    def value(self, plain: Any, where: str) -> bool:
+        if type(plain) is not bool:
+            raise _malformed(where, f"expected true or false, got {plain!r:.60}")
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Bytes(Kind):
+    """Exactly `least` bytes, or from `least` to `most`."""
+
+    least: int
+    most: int | None = None
+
+    def value(self, plain: Any, where: str) -> bytes:
+        most = self.least if self.most is None else self.most
+        if type(plain) is not bytes or not self.least <= len(plain) <= most:
+            got = f"{len(plain)} bytes" if type(plain) is bytes else type(plain).__name__
+            wanted = f"{self.least}" if most == self.least else f"{self.least} to {most}"
+            raise _malformed(where, f"expected {wanted} bytes, got {got}")
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(Kind):
+    """UTF-8 text of at most `most` characters."""
+
+    most: int
+
+    def value(self, plain: Any, where: str) -> str:
+        if type(plain) is not str or len(plain) > self.most:
+            raise _malformed(where, f"expected text of at most {self.most} characters")
+        return plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Kind):
+    """One of a closed list of words."""
+
+    words: type[StrEnum]
+
+    def plain(self, value: Any) -> str:
+        return str(value)
+
+    def value(self, plain: Any, where: str) -> StrEnum:
+        try:
+            return self.words(plain)
+        except ValueError:
+            raise _malformed(where, f"{plain!r:.60} is not one of {', '.join(self.words)}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Maybe(Kind):
+    """A value or nil."""
+
+    inner: Kind
+
+    def plain(self, value: Any) -> Any:
+        return None if value is None else self.inner.plain(value)
+
+    def value(self, plain: Any, where: str) -> Any:
+        return None if plain is None else self.inner.value(plain, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Many(Kind):
+    """A list of at most `most` values, held as a tuple."""
+
+    inner: Kind
+    most: int
+
+    def plain(self, value: Any) -> list[Any]:
+        return [self.inner.plain(item) for item in value]
+
+    def value(self, plain: Any, where: str) -> tuple[Any, ...]:
+        if type(plain) is not list:
+            raise _malformed(where, f"expected a list, got {type(plain).__name__}")
+        if len(plain) > self.most:
+            raise DecodeError(Code.TOO_LARGE, f"{where}: {len(plain)} items, at most {self.most}")
+        return tuple(self.inner.value(item, f"{where}[{i}]") for i, item in enumerate(plain))
+
+
+@dataclasses.dataclass(frozen=True)
+class Object(Kind):
+    """Another wire object."""
+
+    cls: type
+
+    def plain(self, value: Any) -> dict[str, Any]:
+        return to_plain(value)
+
+    def value(self, plain: Any, where: str) -> Any:
+        return _from_plain(self.cls, plain, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens(Kind):
+    """Token ids as raw little-endian u32, held as a tuple of ints."""
+
+    most: int
+
+    def plain(self, value: Any) -> bytes:
+        return np.asarray(value, dtype="<u4").tobytes()
+
+    def value(self, plain: Any, where: str) -> tuple[int, ...]:
+        raw = _array_bytes(plain, where, self.most)
+        return tuple(np.frombuffer(raw, dtype="<u4").tolist())
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats(Kind):
+    """Finite float32 values as raw little-endian bytes, held as a tuple of floats."""
+
+    most: int
+
+    def plain(self, value: Any) -> bytes:
+        return np.asarray(value, dtype="<f4").tobytes()
+
+    def value(self, plain: Any, where: str) -> tuple[float, ...]:
+        values = np.frombuffer(_array_bytes(plain, where, self.most), dtype="<f4")
+        if not np.isfinite(values).all():
+            bad = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise _malformed(where, f"value {bad} is not finite")
+        return tuple(values.tolist())
+
+
+def _array_bytes(plain: Any, where: str, most: int) -> bytes:
+    if type(plain) is not bytes or len(plain) % 4:
+        raise _malformed(where, "expected a byte string of 4-byte values")
+    if len(plain) > 4 * most:
+        raise DecodeError(Code.TOO_LARGE, f"{where}: {len(plain) // 4} values, at most {most}")
+    return plain
+
+
+@lru_cache(maxsize=None)
+def fields_of(cls: type) -> tuple[tuple[str, Kind], ...]:
+    """The (key, kind) pairs of a wire object, in wire order."""
+    hints = get_type_hints(cls, include_extras=True)
+    pairs = []
+    for field in dataclasses.fields(cls):
+        kinds = [meta for meta in getattr(hints[field.name], "__metadata__", ()) if isinstance(meta, Kind)]
+        if len(kinds) != 1:
+            raise TypeError(f"{cls.__name__}.{field.name} needs exactly one codec kind")
+        pairs.append((field.name, kinds[0]))
+    return tuple(pairs)
+
+
+def to_plain(value: Any) -> dict[str, Any]:
+    """The msgpack map of a wire object."""
+    return {name: kind.plain(getattr(value, name)) for name, kind in fields_of(type(value))}
+
+
+def _from_plain(cls: type[T], plain: Any, where: str) -> T:
+    pairs = fields_of(cls)
+    if type(plain) is not dict:
+        raise _malformed(where, f"expected a map, got {type(plain).__name__}")
+    for name, _ in pairs:
+        if name not in plain:
+            raise _malformed(where, f"field '{name}' is missing")
+    if len(plain) != len(pairs):
+        known = {name for name, _ in pairs}
+        unknown = sorted(str(key)[:40] for key in plain if key not in known)
+        raise _malformed(where, f"unknown field '{unknown[0]}'")
+    return cls(**{name: kind.value(plain[name], f"{where}.{name}") for name, kind in pairs})
+
+
+def encode(value: Any) -> bytes:
+    """The canonical bytes of a wire object."""
+    packed: bytes = msgpack.packb(to_plain(value), use_bin_type=True)
+    return packed
+
+
+def unpack(data: bytes, where: str) -> Any:
+    """One msgpack value and nothing else. Raises DecodeError(MALFORMED)."""
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True)
+    except (
+        ValueError,
+        msgpack.exceptions.UnpackException,
+        TypeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        reason = str(error) or type(error).__name__
+        raise _malformed(where, f"not one msgpack value ({reason:.120})") from None
+
+
+def decode(cls: type[T], data: bytes, *, most: int | None = None) -> T:
+    """The value of canonical bytes.
+
+    Raises DecodeError: TOO_LARGE over `most` bytes or a list limit, MALFORMED when a field is not
+    what its kind asks for, NOT_CANONICAL when re-encoding gives other bytes.
+    """
+    if most is not None and len(data) > most:
+        raise DecodeError(Code.TOO_LARGE, f"{cls.__name__}: {len(data)} bytes, at most {most}")
+    value = _from_plain(cls, unpack(data, cls.__name__), cls.__name__)
+    # SPEC 7.2: bytes are valid only if re-encoding the decoded value gives the same bytes.
+    if encode(value) != data:
+        raise DecodeError(Code.NOT_CANONICAL, f"{cls.__name__}: not in canonical form")
+    return value

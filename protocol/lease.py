@@ -1,0 +1,73 @@
+"""Leases: permission, bound to one node, to draw the one completion each slot's seed allows (SPEC 8.4).
+
+Not here: who gets which lease (trainer/dispatch.py) and the noise itself (noise.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from protocol import codec, identity, limits
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One completion of a group: its index in the group and the seed of its noise."""
+
+    index: Annotated[int, codec.UInt(limits.MAX_GROUP_SIZE - 1)]
+    seed: Annotated[int, codec.UInt()]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """SPEC 8.4. Signed by the trainer. Times are Unix milliseconds by the trainer's clock."""
+
+    DOMAIN: ClassVar[bytes] = identity.DOMAIN_LEASE
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    lease_id: Annotated[bytes, codec.Bytes(16)]
+    node: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
+    policy_version: Annotated[int, codec.UInt()]
+    policy_root: Annotated[bytes, codec.Bytes(32)]
+    environment: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    parameters: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
+    task_index: Annotated[int, codec.UInt()]
+    group_id: Annotated[bytes, codec.Bytes(16)]
+    group_size: Annotated[int, codec.UInt(limits.MAX_GROUP_SIZE)]
+    slots: Annotated[tuple[Slot, ...], codec.Many(codec.Object(Slot), limits.MAX_SLOTS_PER_LEASE)]
+    prompt: Annotated[tuple[int, ...], codec.Tokens(limits.MAX_PROMPT_TOKENS)]
+    temperature: Annotated[float, codec.Real()]
+    max_turn_tokens: Annotated[int, codec.UInt(limits.MAX_TRACE_TOKENS)]  # generated in one turn
+    max_tokens: Annotated[
+        int, codec.UInt(limits.MAX_TRACE_TOKENS)
+    ]  # generated and observed, after the prompt
+    issued_ms: Annotated[int, codec.UInt()]
+    deadline_ms: Annotated[int, codec.UInt()]
+
+    def seed_of(self, slot: int) -> int | None:
+        """The seed of slot `slot`, or None when the lease does not hold it."""
+        return next((each.seed for each in self.slots if each.index == slot), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SeedInput:
+    """SPEC 8.5: what a slot's seed is bound to. Not the node: a slot leased again keeps its seed."""
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    policy_root: Annotated[bytes, codec.Bytes(32)]
+    environment: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    parameters: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
+    task_index: Annotated[int, codec.UInt()]
+    group_id: Annotated[bytes, codec.Bytes(16)]
+    slot: Annotated[int, codec.UInt(limits.MAX_GROUP_SIZE - 1)]
+    secret: Annotated[bytes, codec.Bytes(32)]
+
+
+def slot_seed(bound_to: SeedInput) -> int:
+    """SPEC 8.5: first 8 bytes, little-endian, of BLAKE2b(canonical bytes, person "rlcommons-seed-1")."""
+    return int.from_bytes(
+        hashlib.blake2b(codec.encode(bound_to), digest_size=32, person=b"rlcommons-seed-1").digest()[:8],
+        "little",
+    )

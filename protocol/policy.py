@@ -1,0 +1,229 @@
+"""Policies as named bytes: the root that names a policy everywhere, its manifest and its blobs (SPEC 8.3).
+
+Reads safetensors headers itself (a length, a JSON table, raw bytes) so that neither torch nor any
+pickle is involved. Not here: fetching (node/weights.py), publishing (trainer/publish.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from protocol import codec, identity, limits
+from protocol.errors import Code, DecodeError, PolicyError
+
+# SPEC 8.3.1: what a policy folder may hold. Everything else in the folder is ignored, except
+# pickled weights, which are refused: they run code when loaded.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A content-addressed piece of a file: SHA-256 and length in bytes."""
+
+    digest: Annotated[bytes, codec.Bytes(32)]
+    length: Annotated[int, codec.UInt(limits.MAX_BLOB_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyFile:
+    """A file of the policy folder as the blobs it is the concatenation of."""
+
+    name: Annotated[str, codec.Text(128)]
+    blobs: Annotated[tuple[Blob, ...], codec.Many(codec.Object(Blob), limits.MAX_POLICY_BLOBS)]
+
+    @property
+    def size(self) -> int:
+        return sum(blob.length for blob in self.blobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """SPEC 8.3.3. Signed by the trainer. Versions only go up within a run."""
+
+    DOMAIN: ClassVar[bytes] = identity.DOMAIN_MANIFEST
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    version: Annotated[int, codec.UInt()]
+    root: Annotated[bytes, codec.Bytes(32)]
+    files: Annotated[tuple[PolicyFile, ...], codec.Many(codec.Object(PolicyFile), limits.MAX_POLICY_FILES)]
+    created_ms: Annotated[int, codec.UInt()]
+    expires_ms: Annotated[int, codec.UInt()]
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """SPEC 8.3.2: one tensor under the policy root."""
+
+    name: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
+    dtype: Annotated[str, codec.Text(16)]
+    shape: Annotated[tuple[int, ...], codec.Many(codec.UInt(), 16)]
+    digest: Annotated[bytes, codec.Bytes(32)]
+
+
+@dataclass(frozen=True, slots=True)
+class FileLeaf:
+    """SPEC 8.3.2: one configuration or tokenizer file under the policy root."""
+
+    name: Annotated[str, codec.Text(128)]
+    digest: Annotated[bytes, codec.Bytes(32)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor's bytes lie in its safetensors file (absolute offsets)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def check_file_name(name: str) -> None:
+    """Raise DecodeError unless `name` may be a file of a policy folder (no path, known suffix)."""
+    if not _FILE_NAME.fullmatch(name) or not name.endswith(_SUFFIXES):
+        raise DecodeError(Code.MALFORMED, f"'{name[:80]}' cannot be a file of a policy")
+
+
+def policy_files(folder: Path) -> tuple[Path, ...]:
+    """The files that make up a policy, by name.
+
+    Raises PolicyError when the folder is missing, lacks weights, configuration or tokenizer, or
+    holds pickled weights.
+    """
+    if not folder.is_dir():
+        raise PolicyError(f"{folder} is not a folder: a policy is a Hugging Face model folder")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    chosen = [name for name in names if _FILE_NAME.fullmatch(name) and name.endswith(_SUFFIXES)]
+    weights = [name for name in chosen if name.endswith(".safetensors")]
+    if not weights:
+        pickled = [name for name in names if name.endswith(_PICKLES)]
+        if pickled:
+            raise PolicyError(
+                f"{folder / pickled[0]} is a pickle, which runs code when loaded: convert it with "
+                "`model.save_pretrained(folder, safe_serialization=True)`"
+            )
+        raise PolicyError(f"{folder} has no .safetensors file")
+    for needed in ("config.json", "tokenizer.json"):
+        if needed not in chosen:
+            raise PolicyError(
+                f"{folder} has no {needed}: save the model and its fast tokenizer there "
+                "(`model.save_pretrained`, `tokenizer.save_pretrained`)"
+            )
+    return tuple(folder / name for name in chosen)
+
+
+def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
+    """The tensors of a safetensors file, by name. Raises PolicyError when the header does not fit the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if not 2 <= header_size <= min(_MAX_HEADER_BYTES, size - 8):
+            raise PolicyError(f"{path}: the safetensors header does not fit the file (cut off?)")
+        try:
+            table = json.loads(file.read(header_size))
+        except ValueError as error:
+            raise PolicyError(f"{path}: the safetensors header is not JSON ({error})") from None
+    start = 8 + header_size
+    places = []
+    try:
+        for name, entry in table.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            shape = tuple(int(size) for size in entry["shape"])
+            places.append(TensorPlace(name, str(entry["dtype"]), shape, start + begin, start + end))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PolicyError(f"{path}: the safetensors header is malformed ({error!r})") from None
+    expected = start
+    for place in sorted(places, key=lambda each: each.begin):
+        if place.begin != expected or place.end < place.begin:
+            raise PolicyError(f"{path}: tensor {place.name} overlaps another or leaves a gap")
+        expected = place.end
+    if expected != size:
+        raise PolicyError(f"{path}: the tensors end at byte {expected} of {size}")
+    return tuple(sorted(places, key=lambda each: each.name))
+
+
+def _digest_range(path: Path, begin: int, end: int) -> bytes:
+    state = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(begin)
+        left = end - begin
+        while left:
+            piece = file.read(min(left, 1 << 20))
+            if not piece:
+                raise PolicyError(f"{path} ended while it was read")
+            state.update(piece)
+            left -= len(piece)
+    return state.digest()
+
+
+def merkle_root(leaves: list[bytes]) -> bytes:
+    """SPEC 8.3.2: leaf = SHA-256(0x00 ‖ bytes), node = SHA-256(0x01 ‖ left ‖ right); the left
+    subtree holds the largest power of two smaller than the count (as RFC 9162 section 2.1)."""
+    if not leaves:
+        raise ValueError("a tree needs at least one leaf")
+    if len(leaves) == 1:
+        return hashlib.sha256(b"\0" + leaves[0]).digest()
+    split = 1 << ((len(leaves) - 1).bit_length() - 1)
+    return hashlib.sha256(b"\1" + merkle_root(leaves[:split]) + merkle_root(leaves[split:])).digest()
+
+
+def policy_root(folder: Path) -> bytes:
+    """SPEC 8.3.2: the 32 bytes that name a policy: a Merkle root over its tensors (by name), then
+    its other files (by name). Raises PolicyError."""
+    tensors: dict[str, TensorLeaf] = {}
+    files: list[FileLeaf] = []
+    for path in policy_files(folder):
+        if path.suffix != ".safetensors":
+            files.append(FileLeaf(path.name, _digest_range(path, 0, path.stat().st_size)))
+            continue
+        for place in read_safetensors(path):
+            if place.name in tensors:
+                raise PolicyError(f"{path}: tensor {place.name} is in another file of the folder too")
+            digest = _digest_range(path, place.begin, place.end)
+            tensors[place.name] = TensorLeaf(place.name, place.dtype, place.shape, digest)
+    leaves = [codec.encode(tensors[name]) for name in sorted(tensors, key=str.encode)]
+    leaves += [codec.encode(leaf) for leaf in sorted(files, key=lambda each: each.name.encode())]
+    return merkle_root(leaves)
+
+
+def blobs_of(path: Path) -> Iterator[Blob]:
+    """A file cut at every 4 MiB (limits.MAX_BLOB_BYTES)."""
+    with path.open("rb") as file:
+        while piece := file.read(limits.MAX_BLOB_BYTES):
+            yield Blob(hashlib.sha256(piece).digest(), len(piece))
+
+
+def describe(folder: Path) -> tuple[PolicyFile, ...]:
+    """The files of a policy folder as blobs, for its manifest. Raises PolicyError."""
+    return tuple(PolicyFile(path.name, tuple(blobs_of(path))) for path in policy_files(folder))
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """SPEC 8.3.4: what must hold of a manifest before a byte is fetched. Raises DecodeError."""
+    names = [file.name for file in manifest.files]
+    for name in names:
+        check_file_name(name)
+    if names != sorted(set(names)):
+        raise DecodeError(Code.MALFORMED, "the manifest's files are not sorted or not distinct")
+    for file in manifest.files:
+        whole = file.blobs[:-1]
+        if any(blob.length != limits.MAX_BLOB_BYTES for blob in whole) or any(
+            not b.length for b in file.blobs
+        ):
+            raise DecodeError(Code.MALFORMED, f"the blobs of {file.name} are not cut at 4 MiB")

@@ -1,0 +1,111 @@
+"""Receipts and verdicts, and the closed list of reasons (SPEC 8.7, 8.8, 11.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, ClassVar
+
+from protocol import codec, identity, limits
+
+
+class Outcome(StrEnum):
+    ACCEPTED = "ACCEPTED"
+    REFUSED = "REFUSED"
+    NOT_JUDGED = "NOT_JUDGED"  # a fault of ours; never counts against the node
+
+
+class Reason(StrEnum):
+    """Why a trace was refused or not judged. Append-only (SPEC 11.2), in the order of the checks."""
+
+    SIGNATURE = "SIGNATURE"  # not signed by the node it names
+    WRONG_RUN = "WRONG_RUN"
+    LEASE_UNKNOWN = "LEASE_UNKNOWN"
+    LEASE_NOT_YOURS = "LEASE_NOT_YOURS"
+    LEASE_EXPIRED = "LEASE_EXPIRED"
+    LEASE_REDEEMED = "LEASE_REDEEMED"  # the slot was answered before, with other bytes
+    SLOT_NOT_LEASED = "SLOT_NOT_LEASED"
+    STRUCTURE = "STRUCTURE"  # spans, lengths or counts that do not fit together
+    TOO_LONG = "TOO_LONG"  # more tokens than the lease allows
+    TOKEN_RANGE = "TOKEN_RANGE"  # an id outside the policy's vocabulary
+    DUPLICATE = "DUPLICATE"  # the same tokens under another slot's different seed
+    POLICY = "POLICY"  # another version or root than leased
+    STOP_RULE = "STOP_RULE"  # tokens after a stop token, or stopped too early
+    OBSERVATION = "OBSERVATION"  # replay gives other observed tokens
+    REWARD = "REWARD"  # replay gives another reward
+    MARGIN = "MARGIN"  # not the tokens this policy and this seed allow
+    LOGPROB = "LOGPROB"  # claimed logprobs are not the policy's
+    PROOF_FORM = "PROOF_FORM"  # missing, extra or malformed proofs
+    PROOF = "PROOF"  # activations differ
+    # not judged
+    VERIFIER_FAULT = "VERIFIER_FAULT"
+    ENVIRONMENT_FAULT = "ENVIRONMENT_FAULT"
+    POLICY_UNAVAILABLE = "POLICY_UNAVAILABLE"
+    POLICY_MOVED_ON = "POLICY_MOVED_ON"  # staler than the learner may use
+
+
+class CheckOutcome(StrEnum):
+    PASSED = "PASSED"
+    FAILED = "FAILED"
+    SKIPPED = "SKIPPED"  # an earlier check failed, or the trace was not drawn for audit
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check in order: what was measured, the limit, and where in `tokens` (SPEC 8.8)."""
+
+    name: Annotated[str, codec.Text(64)]
+    outcome: Annotated[CheckOutcome, codec.Choice(CheckOutcome)]
+    reason: Annotated[Reason | None, codec.Maybe(codec.Choice(Reason))]
+    value: Annotated[float | None, codec.Maybe(codec.Real())]
+    limit: Annotated[float | None, codec.Maybe(codec.Real())]
+    start: Annotated[int | None, codec.Maybe(codec.UInt())]
+    end: Annotated[int | None, codec.Maybe(codec.UInt())]
+    detail: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """With what a verdict was computed. Empty strings where no model was run."""
+
+    software: Annotated[str, codec.Text(64)]  # rlcommons version
+    engine: Annotated[str, codec.Text(64)]
+    dtype: Annotated[str, codec.Text(16)]
+    device: Annotated[str, codec.Text(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """SPEC 8.7. The trainer has the trace on disk. Signed before it is decided whether to audit."""
+
+    DOMAIN: ClassVar[bytes] = identity.DOMAIN_RECEIPT
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    trace_digest: Annotated[bytes, codec.Bytes(32)]
+    lease_id: Annotated[bytes, codec.Bytes(16)]
+    slot: Annotated[int, codec.UInt(limits.MAX_GROUP_SIZE - 1)]
+    node: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
+    received_ms: Annotated[int, codec.UInt()]
+    sequence: Annotated[int, codec.UInt()]  # position in the trainer's log of submissions
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """SPEC 8.8. Signed by the trainer. `reason` is nil exactly when ACCEPTED."""
+
+    DOMAIN: ClassVar[bytes] = identity.DOMAIN_VERDICT
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    trace_digest: Annotated[bytes, codec.Bytes(32)]
+    lease_id: Annotated[bytes, codec.Bytes(16)]
+    slot: Annotated[int, codec.UInt(limits.MAX_GROUP_SIZE - 1)]
+    node: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
+    policy_version: Annotated[int, codec.UInt()]
+    policy_root: Annotated[bytes, codec.Bytes(32)]
+    outcome: Annotated[Outcome, codec.Choice(Outcome)]
+    reason: Annotated[Reason | None, codec.Maybe(codec.Choice(Reason))]
+    audited: Annotated[bool, codec.Flag()]
+    reward: Annotated[float | None, codec.Maybe(codec.Real())]
+    checks: Annotated[tuple[Check, ...], codec.Many(codec.Object(Check), limits.MAX_CHECKS)]
+    verifier: Annotated[Fingerprint, codec.Object(Fingerprint)]
+    judged_ms: Annotated[int, codec.UInt()]

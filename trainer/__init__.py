@@ -1,0 +1,1 @@
+"""The home cluster: leases, checks, ledger, learner."""

@@ -1,0 +1,1 @@
+"""Is this trace honest? No network, no clock."""
