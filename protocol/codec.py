@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any, TypeVar, get_type_hints
 
 import msgpack
@@ -200,9 +199,17 @@ def _array_bytes(plain: Any, where: str, most: int) -> bytes:
     return plain
 
 
-@lru_cache(maxsize=None)
-def fields_of(cls: type) -> tuple[tuple[str, Kind], ...]:
+_FIELDS: dict[type, tuple[tuple[str, Kind], ...]] = {}
+
+
+def fields_of(cls: Any) -> tuple[tuple[str, Kind], ...]:
     """The (key, kind) pairs of a wire object, in wire order."""
+    if cls not in _FIELDS:
+        _FIELDS[cls] = _read_fields(cls)
+    return _FIELDS[cls]
+
+
+def _read_fields(cls: Any) -> tuple[tuple[str, Kind], ...]:
     hints = get_type_hints(cls, include_extras=True)
     pairs = []
     for field in dataclasses.fields(cls):

@@ -13,8 +13,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from protocol.errors import DecodeError, KeyFileError, SignatureError
-from protocol.errors import Code as WireCode
+from protocol.errors import Code, DecodeError, KeyFileError, SignatureError
 
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -67,7 +66,7 @@ def node_from_peer_id(text: str) -> bytes:
         raw = b""
     if len(raw) != len(_PEER_ID_PREFIX) + NODE_ID_BYTES or not raw.startswith(_PEER_ID_PREFIX):
         raise DecodeError(
-            WireCode.MALFORMED, f"'{text[:64]}' is not an Ed25519 peer id (they begin with 12D3KooW)"
+            Code.MALFORMED, f"'{text[:64]}' is not an Ed25519 peer id (they begin with 12D3KooW)"
         )
     return raw[len(_PEER_ID_PREFIX) :]
 
@@ -149,7 +148,7 @@ def load_identity(path: Path) -> Identity:
         private = bytes.fromhex(text)
     except FileNotFoundError:
         raise KeyFileError(
-            f"no key file at {path}: restore a backup, or start without one to make a new key"
+            f"no key file at {path}: restore a backup, or start afresh with a new key"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"cannot read the key file {path}: {error}") from None

@@ -40,9 +40,7 @@ class Lease:
     prompt: Annotated[tuple[int, ...], codec.Tokens(limits.MAX_PROMPT_TOKENS)]
     temperature: Annotated[float, codec.Real()]
     max_turn_tokens: Annotated[int, codec.UInt(limits.MAX_TRACE_TOKENS)]  # generated in one turn
-    max_tokens: Annotated[
-        int, codec.UInt(limits.MAX_TRACE_TOKENS)
-    ]  # generated and observed, after the prompt
+    max_tokens: Annotated[int, codec.UInt(limits.MAX_TRACE_TOKENS)]  # all tokens after the prompt
     issued_ms: Annotated[int, codec.UInt()]
     deadline_ms: Annotated[int, codec.UInt()]
 

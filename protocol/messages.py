@@ -113,9 +113,11 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """trainer → node: the signed receipt; the trace is on the trainer's disk."""
+    """trainer → node: the signed receipt (the trace is on the trainer's disk), or, for a trace that
+    answers no lease of its signer, only the verdict. A verdict known already comes along."""
 
-    receipt: Annotated[Signed, codec.Object(Signed)]
+    receipt: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))]
+    verdict: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def policy_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
-    """The tensors of a safetensors file, by name. Raises PolicyError when the header does not fit the file."""
+    """The tensors of a safetensors file, by name. Raises PolicyError when header and file do not fit."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")

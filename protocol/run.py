@@ -74,7 +74,7 @@ class RunAddress:
     @classmethod
     def parse(cls, text: str) -> RunAddress:
         """Raises UsageError saying which part is missing or wrong."""
-        hint = "copy the whole line that `rltrainer serve` prints (it begins with /ip4/ or /dns and holds /p2p/ and /run/)"
+        hint = "copy the whole line that `rltrainer serve` prints (/ip4/…/p2p/…/run/…)"
         head, mark, run_text = text.strip().rpartition("/run/")
         if not mark:
             raise UsageError(f"'{text[:80]}' has no /run/ part: {hint}")
