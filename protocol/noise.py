@@ -1,0 +1,142 @@
+"""The seeded sampler's noise: what a slot's seed, a position and a token id are worth (SPEC 10).
+
+Both sides must compute it alike, so it is integers up to the last step and needs numpy alone.
+Not here: choosing a token or checking a choice (verify/sampling.py), or who gets which seed (lease.py).
+
+Source: MurmurHash3_x86_32 (Austin Appleby, public domain) over 16 bytes; vLLM's seeded sampler on its V2
+model runner draws the same numbers.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import UsageError
+
+Words = NDArray[np.uint32]
+
+SEED_PERSON: Final = b"rlcommons-seed-1"
+MAX_U: Final = np.float32(
+    1.0 - 2.0**-24
+)  # the largest float32 below 1; at 1 the noise would be minus infinity
+
+_MASK: Final = 0xFFFFFFFF
+_C1: Final = 0xCC9E2D51
+_C2: Final = 0x1B873593
+_STEP: Final = 0xE6546B64
+_F1: Final = 0x85EBCA6B
+_F2: Final = 0xC2B2AE35
+_LENGTH: Final = 16  # bytes hashed
+
+
+def _word(value: int) -> np.uint32:
+    return np.uint32(value & _MASK)
+
+
+def _inverse(value: int) -> np.uint32:
+    return _word(pow(value, -1, 2**32))
+
+
+def slot_seed(data: bytes) -> int:
+    """The 64-bit seed of a slot from the bytes it is bound to."""
+    # SPEC 10: slot seed = first 8 bytes, little-endian, of BLAKE2b(data, person="rlcommons-seed-1").
+    return int.from_bytes(blake2b(data, person=SEED_PERSON).digest()[:8], "little")
+
+
+def hash_prefix(seed: int, position: int) -> int:
+    """The hash state after seed and position, common to every token at this position.
+
+    `position` is the absolute position of the input token: P - 1 for the first token after a prompt of P.
+    """
+    if not 0 <= seed < 2**64:
+        raise UsageError(f"a seed is an unsigned 64-bit integer, not {seed}")
+    if not 0 <= position < 2**32:
+        raise UsageError(f"a position is an unsigned 32-bit integer, not {position}")
+    state = 0
+    # SPEC 10: the hash reads seed u64 LE ‖ position u32 LE ‖ token id u32 LE.
+    for word in (seed & _MASK, seed >> 32, position):
+        key = (word * _C1) & _MASK
+        key = ((key << 15) | (key >> 17)) & _MASK
+        state ^= (key * _C2) & _MASK
+        state = ((state << 13) | (state >> 19)) & _MASK
+        state = (state * 5 + _STEP) & _MASK
+    return state
+
+
+def token_keys(tokens: NDArray[Any]) -> Words:
+    """The part of the hash that depends on the token id alone, any shape; worth caching for a vocabulary."""
+    keys: Words = np.atleast_1d(tokens).astype(np.uint32) * _word(_C1)
+    keys = (keys << np.uint32(15)) | (keys >> np.uint32(17))
+    return keys * _word(_C2)
+
+
+def hashes(prefixes: Words | np.uint32, keys: Words) -> Words:
+    """The 32-bit hash for each prefix (from hash_prefix) and token key (from token_keys), broadcast together."""
+    state: Words = np.bitwise_xor(keys, prefixes)
+    spill = state >> np.uint32(19)
+    state <<= np.uint32(13)
+    state |= spill
+    state *= np.uint32(5)
+    state += _word(_STEP)
+    state ^= np.uint32(_LENGTH)
+    state ^= np.right_shift(state, np.uint32(16), out=spill)
+    state *= _word(_F1)
+    state ^= np.right_shift(state, np.uint32(13), out=spill)
+    state *= _word(_F2)
+    state ^= np.right_shift(state, np.uint32(16), out=spill)
+    return state
+
+
+def unhash(values: Words) -> Words:
+    """What prefix XOR token key must be for the hash to come out as `values`: every step can be undone.
+
+    With `tokens_from` it answers "which tokens draw a hash this small?" without hashing a vocabulary.
+    """
+    state: Words = values ^ (values >> np.uint32(16))
+    state *= _inverse(_F2)
+    state ^= (state >> np.uint32(13)) ^ (state >> np.uint32(26))
+    state *= _inverse(_F1)
+    state ^= state >> np.uint32(16)
+    state ^= np.uint32(_LENGTH)
+    state -= _word(_STEP)
+    state *= _inverse(5)
+    return (state >> np.uint32(13)) | (state << np.uint32(19))
+
+
+def tokens_from(prefix: np.uint32, unhashed: Words) -> Words:
+    """The token ids (any unsigned 32-bit number) whose hash after `prefix` gave `unhash`'s argument."""
+    ids: Words = unhashed ^ prefix
+    ids *= _inverse(_C2)
+    spill = ids << np.uint32(17)
+    ids >>= np.uint32(15)
+    ids |= spill
+    ids *= _inverse(_C1)
+    return ids
+
+
+def gumbel(values: Words) -> NDArray[np.float32]:
+    """Standard Gumbel noise of each hash. Small hashes carry the large noise, where float32 is dense."""
+    # SPEC 10: u = (h >> 16)·2^-16 + ((h & 0xFFFF) + 0.5)·2^-32 in float32, clamped below 1; the sum is exact
+    # in float64, so one rounding gives the same float32.
+    u = ((values.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32)
+    u = np.minimum(u, MAX_U)
+    # SPEC 10: g = -log(-log1p(-u)). Logs in float64, because float32 logs differ between processors.
+    noise: NDArray[np.float32] = (-np.log(-np.log1p(-u.astype(np.float64)))).astype(np.float32)
+    return noise
+
+
+def noise(seed: int, positions: NDArray[Any], tokens: NDArray[Any]) -> NDArray[np.float32]:
+    """Gumbel noise of a slot at (position, token), the two arrays broadcast together.
+
+    `noise(seed, positions[:, None], np.arange(V)[None])` is the whole [positions, V] table.
+    """
+    where = np.atleast_1d(positions)
+    distinct, back = np.unique(where, return_inverse=True)
+    prefixes = np.array([hash_prefix(seed, int(p)) for p in distinct], dtype=np.uint32)[
+        back.reshape(where.shape)
+    ]
+    return gumbel(hashes(prefixes, token_keys(tokens)))
