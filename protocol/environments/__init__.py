@@ -1,0 +1,1 @@
+"""Tasks: the contract (base), token ids and text (tokenizer, rollout), built-in tasks and adapters."""
