@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from protocol import codec, identity, limits
+from protocol.errors import Code, DecodeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Lease:
     node: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
     policy_version: Annotated[int, codec.UInt()]
     policy_root: Annotated[bytes, codec.Bytes(32)]
-    environment: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    environment: Annotated[str, codec.Text(limits.MAX_NAME_CHARACTERS)]
     parameters: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
     task_index: Annotated[int, codec.UInt()]
     group_id: Annotated[bytes, codec.Bytes(16)]
@@ -49,13 +50,30 @@ class Lease:
         return next((each.seed for each in self.slots if each.index == slot), None)
 
 
+def check_lease(lease: Lease) -> None:
+    """SPEC 8.4: what must hold of a lease before a token is drawn. Raises DecodeError(MALFORMED)."""
+    indices = [slot.index for slot in lease.slots]
+    rules = (
+        (lease.environment != "", "names no environment"),
+        (indices == sorted(set(indices)) and indices != [], "holds no slot, or slots out of order"),
+        (all(index < lease.group_size for index in indices), "holds a slot outside its group"),
+        (len(lease.prompt) > 0, "has an empty prompt"),
+        (lease.temperature > 0, "has a temperature that is not above 0"),
+        (lease.max_turn_tokens > 0 and lease.max_tokens > 0, "allows no token"),
+        (lease.issued_ms < lease.deadline_ms, "ends before it begins"),
+    )
+    for holds, fault in rules:
+        if not holds:
+            raise DecodeError(Code.MALFORMED, f"the lease {lease.lease_id.hex()} {fault}")
+
+
 @dataclass(frozen=True, slots=True)
 class SeedInput:
     """SPEC 8.5: what a slot's seed is bound to. Not the node: a slot leased again keeps its seed."""
 
     run: Annotated[bytes, codec.Bytes(32)]
     policy_root: Annotated[bytes, codec.Bytes(32)]
-    environment: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    environment: Annotated[str, codec.Text(limits.MAX_NAME_CHARACTERS)]
     parameters: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
     task_index: Annotated[int, codec.UInt()]
     group_id: Annotated[bytes, codec.Bytes(16)]

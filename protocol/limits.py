@@ -23,7 +23,7 @@ MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_POLICY_FILES: Final = 256
 MAX_POLICY_BLOBS: Final = 262_144  # 1 TiB of weights
 MAX_MANIFEST_BYTES: Final = 4 * 1024 * 1024
-MAX_NAME_BYTES: Final = 256
+MAX_NAME_CHARACTERS: Final = 256
 
 # --- lease ---
 MAX_SLOTS_PER_LEASE: Final = 64

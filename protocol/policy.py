@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from protocol import codec, identity, limits
 from protocol.errors import Code, DecodeError, PolicyError
@@ -126,6 +126,26 @@ def policy_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in chosen)
 
 
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return table
+
+
+def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
+    """Raises KeyError, TypeError, AttributeError or ValueError when the header's entry is not one."""
+    name.encode()  # ValueError for a lone surrogate, which has no UTF-8 form
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    dtype = entry["dtype"]
+    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise ValueError(f"tensor {name[:80]}")
+    if len(name) > limits.MAX_TEXT_CHARACTERS or len(dtype) > 16 or len(shape) > 16:
+        raise ValueError(f"tensor {name[:80]} has a name, type or shape that is too long")
+    return TensorPlace(name, dtype, shape, start + begin, start + end)
+
+
 def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
     """The tensors of a safetensors file, by name. Raises PolicyError when header and file do not fit."""
     size = path.stat().st_size
@@ -134,18 +154,12 @@ def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
         if not 2 <= header_size <= min(_MAX_HEADER_BYTES, size - 8):
             raise PolicyError(f"{path}: the safetensors header does not fit the file (cut off?)")
         try:
-            table = json.loads(file.read(header_size))
-        except ValueError as error:
-            raise PolicyError(f"{path}: the safetensors header is not JSON ({error})") from None
+            table = json.loads(file.read(header_size), object_pairs_hook=_refuse_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise PolicyError(f"{path}: the safetensors header is not plain JSON ({error})") from None
     start = 8 + header_size
-    places = []
     try:
-        for name, entry in table.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            shape = tuple(int(size) for size in entry["shape"])
-            places.append(TensorPlace(name, str(entry["dtype"]), shape, start + begin, start + end))
+        places = [_place(name, entry, start) for name, entry in table.items() if name != "__metadata__"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PolicyError(f"{path}: the safetensors header is malformed ({error!r})") from None
     expected = start

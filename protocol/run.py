@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -10,12 +11,14 @@ from protocol import codec, identity, limits
 from protocol.envelope import Signed, unseal
 from protocol.errors import Code, DecodeError, UsageError
 
+_RUN_TEXT = re.compile(r"[0-9a-fA-F]{64}")
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentShare:
     """An environment of the run and its share of the tasks (`weight` over the sum of weights)."""
 
-    name: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    name: Annotated[str, codec.Text(limits.MAX_NAME_CHARACTERS)]
     parameters: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
     weight: Annotated[int, codec.UInt(1_000_000)]
 
@@ -26,7 +29,7 @@ class Genesis:
 
     DOMAIN: ClassVar[bytes] = identity.DOMAIN_GENESIS
 
-    name: Annotated[str, codec.Text(limits.MAX_NAME_BYTES)]
+    name: Annotated[str, codec.Text(limits.MAX_NAME_CHARACTERS)]
     trainer: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
     created_ms: Annotated[int, codec.UInt()]
     environments: Annotated[tuple[EnvironmentShare, ...], codec.Many(codec.Object(EnvironmentShare), 64)]
@@ -40,10 +43,19 @@ def run_id(genesis: Signed) -> bytes:
     return hashlib.sha256(genesis.payload).digest()
 
 
+def check_genesis(genesis: Genesis) -> None:
+    """SPEC 8.1: a run has tasks, each listed once. Raises DecodeError(MALFORMED)."""
+    kinds = [(share.name, share.parameters) for share in genesis.environments]
+    if not kinds or len(set(kinds)) != len(kinds):
+        raise DecodeError(Code.MALFORMED, "the genesis lists no environment, or one twice")
+    if any(not share.name or not share.weight for share in genesis.environments):
+        raise DecodeError(Code.MALFORMED, "the genesis lists an environment without a name or a weight")
+
+
 def open_genesis(signed: Signed, *, run: bytes, trainer: bytes | None = None) -> Genesis:
     """Verify a genesis against the run id (and the trainer) a node was told.
 
-    Raises SignatureError or DecodeError(WRONG_RUN).
+    Raises SignatureError or DecodeError (WRONG_RUN, or MALFORMED as `check_genesis`).
     """
     if run_id(signed) != run:
         raise DecodeError(
@@ -52,6 +64,7 @@ def open_genesis(signed: Signed, *, run: bytes, trainer: bytes | None = None) ->
     genesis = unseal(Genesis, signed, signer=trainer)
     if genesis.trainer != signed.signer:
         raise DecodeError(Code.MALFORMED, "the genesis names another trainer than the one that signed it")
+    check_genesis(genesis)
     return genesis
 
 
@@ -81,14 +94,10 @@ class RunAddress:
         multiaddr, mark, peer = head.rpartition("/p2p/")
         if not mark or not multiaddr.startswith("/"):
             raise UsageError(f"'{text[:80]}' has no /p2p/ part: {hint}")
-        try:
-            run = bytes.fromhex(run_text)
-        except ValueError:
-            run = b""
-        if len(run) != 32:
+        if not _RUN_TEXT.fullmatch(run_text):
             raise UsageError(f"the run id '{run_text[:70]}' is not 64 hex digits: {hint}")
         try:
             trainer = identity.node_from_peer_id(peer)
         except DecodeError as error:
             raise UsageError(f"{error}: {hint}") from None
-        return cls(multiaddr, trainer, run)
+        return cls(multiaddr, trainer, bytes.fromhex(run_text))

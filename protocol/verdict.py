@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 from protocol import codec, identity, limits
+from protocol.errors import Code, DecodeError
 
 
 class Outcome(StrEnum):
@@ -28,7 +29,6 @@ class Reason(StrEnum):
     STRUCTURE = "STRUCTURE"  # spans, lengths or counts that do not fit together
     TOO_LONG = "TOO_LONG"  # more tokens than the lease allows
     TOKEN_RANGE = "TOKEN_RANGE"  # an id outside the policy's vocabulary
-    DUPLICATE = "DUPLICATE"  # the same tokens under another slot's different seed
     POLICY = "POLICY"  # another version or root than leased
     STOP_RULE = "STOP_RULE"  # tokens after a stop token, or stopped too early
     OBSERVATION = "OBSERVATION"  # replay gives other observed tokens
@@ -42,6 +42,16 @@ class Reason(StrEnum):
     ENVIRONMENT_FAULT = "ENVIRONMENT_FAULT"
     POLICY_UNAVAILABLE = "POLICY_UNAVAILABLE"
     POLICY_MOVED_ON = "POLICY_MOVED_ON"  # staler than the learner may use
+
+
+NOT_JUDGED_REASONS: Final = frozenset(
+    {
+        Reason.VERIFIER_FAULT,
+        Reason.ENVIRONMENT_FAULT,
+        Reason.POLICY_UNAVAILABLE,
+        Reason.POLICY_MOVED_ON,
+    }
+)
 
 
 class CheckOutcome(StrEnum):
@@ -109,3 +119,19 @@ class Verdict:
     checks: Annotated[tuple[Check, ...], codec.Many(codec.Object(Check), limits.MAX_CHECKS)]
     verifier: Annotated[Fingerprint, codec.Object(Fingerprint)]
     judged_ms: Annotated[int, codec.UInt()]
+
+
+def check_verdict(verdict: Verdict) -> None:
+    """SPEC 8.8: outcome, reason and checks tell one story. Raises DecodeError(MALFORMED)."""
+    if verdict.reason is None:
+        fits = verdict.outcome is Outcome.ACCEPTED
+    else:
+        of_ours = verdict.reason in NOT_JUDGED_REASONS
+        fits = verdict.outcome is (Outcome.NOT_JUDGED if of_ours else Outcome.REFUSED)
+    if not fits:
+        raise DecodeError(
+            Code.MALFORMED, f"a verdict cannot be {verdict.outcome} for the reason {verdict.reason}"
+        )
+    for check in verdict.checks:
+        if (check.outcome is CheckOutcome.FAILED) != (check.reason is not None):
+            raise DecodeError(Code.MALFORMED, f"check {check.name}: {check.outcome}, reason {check.reason}")
