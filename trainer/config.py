@@ -1,0 +1,120 @@
+"""What one trainer may choose for itself, with units and reasons. Kept as RUN/config.toml.
+
+Not here: numbers both sides must agree on (protocol/limits.py) and what never changes in a run
+(the genesis).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import limits
+from protocol.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """Checked on construction; raises UsageError naming the field."""
+
+    # network
+    listen: str = "/ip4/0.0.0.0/tcp/4001"  # multiaddr the gateway listens on; tcp/0 takes a free port
+    announce: str = ""  # multiaddr printed for nodes when it differs from `listen` (behind NAT, a DNS name)
+    page_host: str = "127.0.0.1"  # the page shows node ids and needs no login: open it up on purpose only
+    page_port: int = 8420  # 0 takes a free port
+
+    # rollouts
+    group_size: int = 8  # completions of one task; the group's mean reward is the baseline
+    groups_per_step: int = 16  # informative groups in one learner step
+    temperature: float = 1.0  # other values bias the importance ratio unless the loss knows
+    max_turn_tokens: int = 512  # tokens a model may draw in one turn; an environment may ask for fewer
+    max_tokens: int = 4096  # tokens after the prompt, drawn and observed
+    lease_seconds: float = 120.0  # deadline of a lease; late ones are leased again with the same seed
+    node_group_share: float = 0.5  # most of a group one node may draw while others are connected
+    slot_attempts: int = 4  # leases of one slot before its group is given up
+    open_groups: int = 48  # groups being drawn at once; bounds the staleness that waiting adds
+
+    # audit (SPEC 10.6)
+    audit_rate: float = 0.25  # share of a trusted node's traces that are recomputed
+    audit_first: int = 32  # traces of a new node that are all recomputed
+    auditors: int = 1  # auditor processes
+    auditor_batch_tokens: int = 16384  # tokens in one prefill batch
+
+    # learning (docs of each: trainer/loss.py)
+    learning_rate: float = 1e-6
+    warmup_steps: int = 10
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.0
+    gradient_clip: float = 1.0  # global norm
+    mask_difference: float = 0.2  # probability difference beyond which a token leaves the loss
+    ratio_cap: float = 4.0  # cap of exp(log pi - log mu)
+    log_ratio_penalty: float = 1e-3  # weight of the squared log ratio
+    loss_tokens: int = 0  # constant the loss is divided by; 0: group_size * groups_per_step * max_turn_tokens
+    micro_batch_tokens: int = 8192  # tokens in one forward and backward
+    staleness_target: int = 4  # versions; dispatch slows down beyond it
+    staleness_limit: int = 8  # versions; an older group is dropped
+    steps: int = 0  # stop after so many policy versions; 0: go on
+
+    # machine
+    device: str = "cpu"  # of learner and auditors: "cpu", "cuda", "cuda:1"
+    dtype: str = "float32"  # in which the learner computes; masters are float32 always
+    threads: int = 1  # torch threads of each process
+    keep_policies: int = 12  # versions kept on disk; never fewer than the staleness limit needs
+    keep_traces: int = 20_000  # trace bodies kept in the ledger; digests and verdicts stay for ever
+
+    def __post_init__(self) -> None:
+        positive = (
+            "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
+            "open_groups", "auditors", "auditor_batch_tokens", "learning_rate", "gradient_clip", "ratio_cap",
+            "micro_batch_tokens", "staleness_limit", "threads", "keep_traces", "temperature",
+        )  # fmt: skip
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
+        if not 2 <= self.group_size <= limits.MAX_GROUP_SIZE:
+            raise UsageError(f"config: group_size must be from 2 to {limits.MAX_GROUP_SIZE}")
+        if self.max_tokens > limits.MAX_TRACE_TOKENS:
+            raise UsageError(f"config: max_tokens may be at most {limits.MAX_TRACE_TOKENS}")
+        if not 0.0 < self.audit_rate <= 1.0:
+            raise UsageError("config: audit_rate must be above 0 and at most 1: without audits nothing is verified")
+        if self.keep_policies <= self.staleness_limit + 1:
+            raise UsageError("config: keep_policies must be above staleness_limit + 1, or audits lack their policy")
+
+
+def load_config(path: Path) -> TrainerConfig:
+    """Read config.toml. Raises UsageError naming file, field and what is known."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no {path}: make a run first with `rltrainer init {path.parent}`") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    return config_from(table, str(path))
+
+
+def config_from(table: dict[str, object], where: str) -> TrainerConfig:
+    """A config from a table of fields; each must be known and of its type. Raises UsageError."""
+    known = {field.name: field for field in dataclasses.fields(TrainerConfig)}
+    values: dict[str, object] = {}
+    for name, value in table.items():
+        if name not in known:
+            raise UsageError(f"{where}: '{name}' is not a setting; known: {', '.join(sorted(known))}")
+        wanted = type(known[name].default)
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise UsageError(f"{where}: {name} should be {wanted.__name__}, not {value!r}")
+        values[name] = value
+    return TrainerConfig(**values)  # type: ignore[arg-type]
+
+
+def write_config(config: TrainerConfig, path: Path) -> None:
+    """Write every setting, so that a run does not change when defaults do."""
+    lines = ["# Settings of this run; each is explained in trainer/config.py.\n"]
+    # JSON's numbers and strings are TOML's.
+    lines += [f"{field.name} = {json.dumps(getattr(config, field.name))}\n" for field in dataclasses.fields(config)]
+    path.write_text("".join(lines), encoding="utf-8")

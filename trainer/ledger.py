@@ -1,0 +1,787 @@
+"""The record of a run on SQLite (WAL): what was leased, submitted, judged, learned and published.
+
+Every process of the trainer opens it; it is also how they hand work to each other, so that any of
+them may be killed at any point: the gateway writes submissions, an auditor claims and answers
+them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
+acknowledged to a node or to another process was committed with an fsync first.
+
+All SQL of the project is in this file. Not here: who gets which lease (dispatch.py), what a trace
+is worth (verify/), when a group may be learned from (batch.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import StorageError, UsageError
+
+SCHEMA_VERSION = 1
+BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
+
+_SCHEMA = """
+CREATE TABLE policies (
+    version INTEGER PRIMARY KEY, root BLOB NOT NULL, created_ms INTEGER NOT NULL,
+    manifest BLOB                       -- Signed; NULL until the gateway signed it
+);
+CREATE TABLE groups (
+    group_id BLOB PRIMARY KEY, environment TEXT NOT NULL, parameters TEXT NOT NULL,
+    task_index BLOB NOT NULL, policy_version INTEGER NOT NULL, size INTEGER NOT NULL,
+    prompt BLOB NOT NULL, max_turn_tokens INTEGER NOT NULL, created_ms INTEGER NOT NULL,
+    state TEXT NOT NULL, cause TEXT, batch INTEGER
+);
+CREATE INDEX groups_by_state ON groups(state, created_ms);
+CREATE TABLE slots (
+    group_id BLOB NOT NULL, slot INTEGER NOT NULL, seed BLOB NOT NULL, state TEXT NOT NULL,
+    node BLOB, lease_id BLOB, attempts INTEGER NOT NULL DEFAULT 0, digest BLOB,
+    PRIMARY KEY (group_id, slot)
+) WITHOUT ROWID;
+CREATE TABLE leases (
+    lease_id BLOB PRIMARY KEY, node BLOB NOT NULL, group_id BLOB NOT NULL, signed BLOB NOT NULL,
+    deadline_ms INTEGER NOT NULL, state TEXT NOT NULL
+);
+CREATE INDEX leases_by_deadline ON leases(state, deadline_ms);
+CREATE TABLE submissions (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB NOT NULL UNIQUE, lease_id BLOB NOT NULL,
+    group_id BLOB NOT NULL, slot INTEGER NOT NULL, node BLOB NOT NULL, policy_version INTEGER NOT NULL,
+    received_ms INTEGER NOT NULL, receipt BLOB NOT NULL,
+    trace BLOB,                         -- Signed; NULL once pruned
+    tokens INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
+    reward REAL,                        -- the trainer's own
+    checks BLOB,                        -- canonical Checks of the checks that need no model
+    claimed_by TEXT, claimed_ms INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+    audit BLOB,                         -- canonical AuditResult of the auditor
+    mu BLOB                             -- float32 logprobs of the audit, one a generated token
+);
+CREATE INDEX submissions_by_state ON submissions(state, policy_version, sequence);
+CREATE INDEX submissions_by_group ON submissions(group_id, slot);
+CREATE INDEX submissions_by_node ON submissions(node, state);
+CREATE TABLE verdicts (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, digest BLOB NOT NULL,
+    outcome TEXT NOT NULL, reason TEXT, audited INTEGER NOT NULL, judged_ms INTEGER NOT NULL,
+    signed BLOB NOT NULL
+);
+CREATE INDEX verdicts_by_node ON verdicts(node, sequence);
+CREATE INDEX verdicts_by_digest ON verdicts(digest);
+CREATE TABLE nodes (
+    node BLOB PRIMARY KEY, first_seen_ms INTEGER NOT NULL, last_seen_ms INTEGER NOT NULL,
+    software TEXT NOT NULL, engine TEXT NOT NULL, connected INTEGER NOT NULL DEFAULT 0,
+    policy_version INTEGER, tokens_per_second REAL NOT NULL DEFAULT 0,
+    slots_busy INTEGER NOT NULL DEFAULT 0, slots_total INTEGER NOT NULL DEFAULT 0,
+    unsent INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
+    expired INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
+    accepted INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
+    audits_passed INTEGER NOT NULL DEFAULT 0, audits_failed INTEGER NOT NULL DEFAULT 0,
+    tokens INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE steps (
+    version INTEGER PRIMARY KEY,        -- the policy version the step made
+    created_ms INTEGER NOT NULL, groups INTEGER NOT NULL, traces INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, reward_mean REAL NOT NULL, flat_groups INTEGER NOT NULL,
+    staleness_mean REAL NOT NULL, staleness_max INTEGER NOT NULL, loss REAL NOT NULL,
+    ess REAL NOT NULL, kl REAL NOT NULL, masked REAL NOT NULL, gradient_norm REAL NOT NULL,
+    seconds REAL NOT NULL
+);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
+);
+"""
+
+
+class GroupState(StrEnum):
+    OPEN = "OPEN"  # slots are being leased and answered
+    COMPLETE = "COMPLETE"  # every slot holds an accepted trace
+    TAKEN = "TAKEN"  # in the batch that made policy `batch`, flat groups included
+    DROPPED = "DROPPED"  # `cause` says why
+
+
+class SlotState(StrEnum):
+    FREE = "FREE"
+    LEASED = "LEASED"
+    ANSWERED = "ANSWERED"  # a trace is being judged
+    ACCEPTED = "ACCEPTED"
+
+
+class LeaseState(StrEnum):
+    OPEN = "OPEN"
+    CLOSED = "CLOSED"  # every slot answered
+    EXPIRED = "EXPIRED"
+    RETURNED = "RETURNED"
+
+
+class SubmissionState(StrEnum):
+    RECEIVED = "RECEIVED"  # receipt given, cheap checks still to come
+    AUDIT = "AUDIT"  # drawn for audit, waiting for or claimed by an auditor
+    AUDITED = "AUDITED"  # answered by an auditor, verdict to be signed
+    ACCEPTED = "ACCEPTED"
+    REFUSED = "REFUSED"
+    NOT_JUDGED = "NOT_JUDGED"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    group_id: bytes
+    environment: str
+    parameters: str
+    task_index: int
+    policy_version: int
+    size: int
+    prompt: tuple[int, ...]
+    max_turn_tokens: int
+    created_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRow:
+    group_id: bytes
+    slot: int
+    seed: int
+    state: SlotState
+    node: bytes | None
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionRow:
+    """`trace`, `lease` and `receipt` are canonical bytes of Signed."""
+
+    sequence: int
+    digest: bytes
+    lease_id: bytes
+    group_id: bytes
+    slot: int
+    node: bytes
+    policy_version: int
+    received_ms: int
+    state: SubmissionState
+    reward: float | None
+    attempts: int
+    checks: bytes | None
+    audit: bytes | None
+    trace: bytes
+    lease: bytes
+    receipt: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NewSubmission:
+    digest: bytes
+    lease_id: bytes
+    group_id: bytes
+    slot: int
+    node: bytes
+    policy_version: int
+    received_ms: int
+    trace: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingTrace:
+    """An accepted trace of a complete group, as the learner needs it. `mu` is None when unaudited."""
+
+    slot: int
+    node: bytes
+    digest: bytes
+    reward: float
+    trace: bytes
+    mu: np.ndarray[Any, np.dtype[np.float32]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteGroup:
+    group: GroupRow
+    traces: tuple[TrainingTrace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    version: int
+    created_ms: int
+    groups: int
+    traces: int
+    tokens: int
+    reward_mean: float
+    flat_groups: int
+    staleness_mean: float
+    staleness_max: int
+    loss: float
+    ess: float
+    kl: float
+    masked: float
+    gradient_norm: float
+    seconds: float
+
+
+def _u64(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+def _number(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def _tokens(raw: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(raw, dtype="<u4").tolist())
+
+
+_GROUP_COLUMNS = (
+    "group_id, environment, parameters, task_index, policy_version, size, prompt, max_turn_tokens, created_ms"
+)
+
+
+def _group(row: Any) -> GroupRow:
+    return GroupRow(row[0], row[1], row[2], _number(row[3]), row[4], row[5], _tokens(row[6]), row[7], row[8])
+
+
+_SUBMISSION_COLUMNS = (
+    "s.sequence, s.digest, s.lease_id, s.group_id, s.slot, s.node, s.policy_version, s.received_ms, "
+    "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt"
+)
+
+
+def _submission(row: Any) -> SubmissionRow:
+    return SubmissionRow(*row[:8], SubmissionState(row[8]), *row[9:])
+
+
+class Ledger:
+    """One connection. Methods outside `with ledger.write():` commit by themselves.
+
+    Use a connection from one thread at a time. Raises StorageError on a full disk or a database
+    that stays locked; nothing of the failed transaction remains.
+    """
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        if not path.exists():
+            raise UsageError(f"no ledger at {path}: make a run first with `rltrainer init`")
+        self._path = path
+        self._db = self._connect(path, read_only)
+        found = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if found != SCHEMA_VERSION:
+            raise UsageError(f"{path} has ledger format {found}, this rlcommons reads {SCHEMA_VERSION}")
+
+    @staticmethod
+    def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+        db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA query_only = " + ("ON" if read_only else "OFF"))
+        return db
+
+    @classmethod
+    def create(cls, path: Path) -> Ledger:
+        """A new, empty ledger. Raises UsageError when the file exists."""
+        if path.exists():
+            raise UsageError(f"{path} exists already")
+        db = cls._connect(path, read_only=False)
+        db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        db.close()
+        return cls(path)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        """One atomic, durable transaction; nested use joins the outer one."""
+        if self._db.in_transaction:
+            yield
+            return
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"the ledger {self._path} could not be written: {error}") from error
+
+    def change_counter(self) -> int:
+        """Grows when another connection has committed; cheap enough to poll."""
+        counter: int = self._db.execute("PRAGMA data_version").fetchone()[0]
+        return counter
+
+    # --- policies (learner writes, gateway signs) ---
+
+    def add_policy(self, version: int, root: bytes, created_ms: int) -> None:
+        with self.write():
+            self._db.execute("INSERT INTO policies VALUES (?, ?, ?, NULL)", (version, root, created_ms))
+
+    def set_manifest(self, version: int, signed: bytes) -> None:
+        with self.write():
+            self._db.execute("UPDATE policies SET manifest = ? WHERE version = ?", (signed, version))
+
+    def policy(self, version: int | None = None) -> tuple[int, bytes, bytes | None] | None:
+        """(version, root, manifest or None) of a version, or of the latest."""
+        query = "SELECT version, root, manifest FROM policies "
+        row = (
+            self._db.execute(query + "ORDER BY version DESC LIMIT 1").fetchone()
+            if version is None
+            else self._db.execute(query + "WHERE version = ?", (version,)).fetchone()
+        )
+        return None if row is None else (row[0], row[1], row[2])
+
+    def unsigned_policies(self) -> list[tuple[int, bytes]]:
+        return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()
+
+    # --- groups, slots, leases (gateway) ---
+
+    def add_group(self, group: GroupRow, seeds: Sequence[int]) -> None:
+        with self.write():
+            self._db.execute(
+                f"INSERT INTO groups ({_GROUP_COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    group.group_id, group.environment, group.parameters, _u64(group.task_index),
+                    group.policy_version, group.size, _ids(group.prompt), group.max_turn_tokens,
+                    group.created_ms, GroupState.OPEN,
+                ),
+            )  # fmt: skip
+            self._db.executemany(
+                "INSERT INTO slots (group_id, slot, seed, state) VALUES (?, ?, ?, ?)",
+                [(group.group_id, i, _u64(seed), SlotState.FREE) for i, seed in enumerate(seeds)],
+            )
+
+    def open_groups(self) -> list[GroupRow]:
+        rows = self._db.execute(
+            f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = ? ORDER BY created_ms, group_id",
+            (GroupState.OPEN,),
+        )
+        return [_group(row) for row in rows]
+
+    def slots_of(self, group_id: bytes) -> list[SlotRow]:
+        rows = self._db.execute(
+            "SELECT slot, seed, state, node, attempts FROM slots WHERE group_id = ? ORDER BY slot",
+            (group_id,),
+        )
+        return [SlotRow(group_id, r[0], _number(r[1]), SlotState(r[2]), r[3], r[4]) for r in rows]
+
+    def count_groups(self, state: GroupState) -> int:
+        count: int = self._db.execute("SELECT COUNT(*) FROM groups WHERE state = ?", (state,)).fetchone()[0]
+        return count
+
+    def drop_group(self, group_id: bytes, cause: str) -> None:
+        with self.write():
+            self._db.execute(
+                "UPDATE groups SET state = ?, cause = ? WHERE group_id = ? AND state IN (?, ?)",
+                (GroupState.DROPPED, cause, group_id, GroupState.OPEN, GroupState.COMPLETE),
+            )
+
+    def drop_stale_groups(self, oldest_version: int, cause: str) -> int:
+        """Drop open and complete groups of policies before `oldest_version`; how many."""
+        with self.write():
+            return self._db.execute(
+                "UPDATE groups SET state = ?, cause = ? WHERE state IN (?, ?) AND policy_version < ?",
+                (GroupState.DROPPED, cause, GroupState.OPEN, GroupState.COMPLETE, oldest_version),
+            ).rowcount
+
+    def add_lease(
+        self,
+        lease_id: bytes,
+        node: bytes,
+        group_id: bytes,
+        slots: Sequence[int],
+        signed: bytes,
+        deadline_ms: int,
+    ) -> None:
+        with self.write():
+            self._db.execute(
+                "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)",
+                (lease_id, node, group_id, signed, deadline_ms, LeaseState.OPEN),
+            )
+            self._db.executemany(
+                "UPDATE slots SET state = ?, node = ?, lease_id = ?, attempts = attempts + 1 "
+                "WHERE group_id = ? AND slot = ?",
+                [(SlotState.LEASED, node, lease_id, group_id, slot) for slot in slots],
+            )
+            self._db.execute("UPDATE nodes SET leased = leased + ? WHERE node = ?", (len(slots), node))
+
+    def lease(self, lease_id: bytes) -> tuple[bytes, bytes, LeaseState] | None:
+        """(node, canonical Signed, state) of a lease."""
+        row = self._db.execute("SELECT node, signed, state FROM leases WHERE lease_id = ?", (lease_id,)).fetchone()
+        return None if row is None else (row[0], row[1], LeaseState(row[2]))
+
+    def leased_slots(self, node: bytes) -> int:
+        """Slots a node holds and has not answered."""
+        count: int = self._db.execute(
+            "SELECT COUNT(*) FROM leases l JOIN slots s ON s.group_id = l.group_id AND s.lease_id = l.lease_id "
+            "WHERE l.state = ? AND l.node = ? AND s.state = ?",
+            (LeaseState.OPEN, node, SlotState.LEASED),
+        ).fetchone()[0]
+        return count
+
+    def end_lease(self, lease_id: bytes, state: LeaseState) -> int:
+        """Close a lease as EXPIRED or RETURNED: its unanswered slots are free again, with their
+        seeds. How many there were; they count on the node."""
+        with self.write():
+            row = self._db.execute(
+                "SELECT node, group_id FROM leases WHERE lease_id = ? AND state = ?",
+                (lease_id, LeaseState.OPEN),
+            ).fetchone()
+            if row is None:
+                return 0
+            self._db.execute("UPDATE leases SET state = ? WHERE lease_id = ?", (state, lease_id))
+            freed = self._db.execute(
+                "UPDATE slots SET state = ?, node = NULL, lease_id = NULL "
+                "WHERE group_id = ? AND lease_id = ? AND state = ?",
+                (SlotState.FREE, row[1], lease_id, SlotState.LEASED),
+            ).rowcount
+            column = "expired" if state is LeaseState.EXPIRED else "returned"
+            self._db.execute(f"UPDATE nodes SET {column} = {column} + ? WHERE node = ?", (freed, row[0]))
+            return freed
+
+    def due_leases(self, now_ms: int) -> list[bytes]:
+        rows = self._db.execute(
+            "SELECT lease_id FROM leases WHERE state = ? AND deadline_ms < ?", (LeaseState.OPEN, now_ms)
+        )
+        return [row[0] for row in rows]
+
+    # --- submissions (gateway) ---
+
+    def submission_of_slot(self, group_id: bytes, slot: int) -> tuple[bytes, SubmissionState] | None:
+        """(digest, state) of the latest submission for a slot that was not refused or left unjudged."""
+        row = self._db.execute(
+            "SELECT digest, state FROM submissions WHERE group_id = ? AND slot = ? AND state NOT IN (?, ?) "
+            "ORDER BY sequence DESC LIMIT 1",
+            (group_id, slot, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED),
+        ).fetchone()
+        return None if row is None else (row[0], SubmissionState(row[1]))
+
+    def receipt(self, digest: bytes) -> bytes | None:
+        """The canonical Signed receipt given for a trace digest, if one was."""
+        row = self._db.execute("SELECT receipt FROM submissions WHERE digest = ?", (digest,)).fetchone()
+        return None if row is None else row[0]
+
+    def next_sequence(self) -> int:
+        """The sequence the next submission gets; valid inside `write()`."""
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'submissions'").fetchone()
+        return 1 if row is None else row[0] + 1
+
+    def add_submission(self, new: NewSubmission, sequence: int, receipt: bytes) -> None:
+        with self.write():
+            self._db.execute(
+                "INSERT INTO submissions (sequence, digest, lease_id, group_id, slot, node, policy_version, "
+                "received_ms, receipt, trace, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    sequence, new.digest, new.lease_id, new.group_id, new.slot, new.node, new.policy_version,
+                    new.received_ms, receipt, new.trace, new.tokens, SubmissionState.RECEIVED,
+                ),
+            )  # fmt: skip
+            self._db.execute(
+                "UPDATE slots SET state = ?, digest = ? WHERE group_id = ? AND slot = ?",
+                (SlotState.ANSWERED, new.digest, new.group_id, new.slot),
+            )
+            self._db.execute("UPDATE nodes SET tokens = tokens + ? WHERE node = ?", (new.tokens, new.node))
+            self._db.execute(
+                "UPDATE leases SET state = ? WHERE lease_id = ? AND state = ? AND NOT EXISTS ("
+                "SELECT 1 FROM slots WHERE group_id = ? AND lease_id = ? AND state = ?)",
+                (
+                    LeaseState.CLOSED,
+                    new.lease_id,
+                    LeaseState.OPEN,
+                    new.group_id,
+                    new.lease_id,
+                    SlotState.LEASED,
+                ),
+            )
+
+    def submissions(self, state: SubmissionState, most: int) -> list[SubmissionRow]:
+        """The oldest submissions in a state, with their leases."""
+        rows = self._db.execute(
+            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            "WHERE s.state = ? ORDER BY s.sequence LIMIT ?",
+            (state, most),
+        )
+        return [_submission(row) for row in rows]
+
+    def submission(self, digest: bytes) -> SubmissionRow | None:
+        row = self._db.execute(
+            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            "WHERE s.digest = ?",
+            (digest,),
+        ).fetchone()
+        return None if row is None else _submission(row)
+
+    def send_to_audit(self, sequence: int, reward: float, checks: bytes) -> None:
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET state = ?, reward = ?, checks = ? WHERE sequence = ?",
+                (SubmissionState.AUDIT, reward, checks, sequence),
+            )
+
+    def quarantine(self, node: bytes) -> int:
+        """Send every accepted, unaudited, untrained trace of a node to audit; how many."""
+        with self.write():
+            rows = self._db.execute(
+                "SELECT s.sequence, s.group_id, s.slot FROM submissions s JOIN groups g ON g.group_id = s.group_id "
+                "WHERE s.node = ? AND s.state = ? AND s.mu IS NULL AND s.trace IS NOT NULL AND g.state IN (?, ?)",
+                (node, SubmissionState.ACCEPTED, GroupState.OPEN, GroupState.COMPLETE),
+            ).fetchall()
+            for sequence, group_id, slot in rows:
+                self._db.execute(
+                    "UPDATE submissions SET state = ? WHERE sequence = ?", (SubmissionState.AUDIT, sequence)
+                )
+                self._db.execute(
+                    "UPDATE slots SET state = ? WHERE group_id = ? AND slot = ?",
+                    (SlotState.ANSWERED, group_id, slot),
+                )
+                self._db.execute(
+                    "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
+                    (GroupState.OPEN, group_id, GroupState.COMPLETE),
+                )
+            return len(rows)
+
+    def judge(
+        self,
+        submission: SubmissionRow,
+        *,
+        state: SubmissionState,
+        reason: str | None,
+        audited: bool,
+        reward: float | None,
+        checks: bytes,
+        verdict: bytes,
+        judged_ms: int,
+    ) -> None:
+        """Record a signed verdict with all that follows from it: the slot, the group, the node's count.
+
+        Accepting the last open slot completes the group. A refused or unjudged slot is free again.
+        """
+        accepted = state is SubmissionState.ACCEPTED
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET state = ?, reason = ?, reward = ?, checks = ?, claimed_by = NULL "
+                "WHERE sequence = ?",
+                (state, reason, reward, checks, submission.sequence),
+            )
+            self.add_verdict(submission.node, submission.digest, state, reason, audited, judged_ms, verdict)
+            slot_state = SlotState.ACCEPTED if accepted else SlotState.FREE
+            self._db.execute(
+                "UPDATE slots SET state = ?, node = CASE WHEN ? THEN node ELSE NULL END, "
+                "lease_id = CASE WHEN ? THEN lease_id ELSE NULL END WHERE group_id = ? AND slot = ? AND digest = ?",
+                (slot_state, accepted, accepted, submission.group_id, submission.slot, submission.digest),
+            )
+            self._db.execute(
+                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ? AND NOT EXISTS ("
+                "SELECT 1 FROM slots WHERE group_id = ? AND state != ?)",
+                (
+                    GroupState.COMPLETE, submission.group_id, GroupState.OPEN, submission.group_id,
+                    SlotState.ACCEPTED,
+                ),
+            )  # fmt: skip
+            if audited and state is not SubmissionState.NOT_JUDGED:
+                column = "audits_passed" if accepted else "audits_failed"
+                self._db.execute(f"UPDATE nodes SET {column} = {column} + 1 WHERE node = ?", (submission.node,))
+
+    def add_verdict(
+        self,
+        node: bytes,
+        digest: bytes,
+        state: SubmissionState,
+        reason: str | None,
+        audited: bool,
+        judged_ms: int,
+        signed: bytes,
+    ) -> None:
+        """A verdict, also for a trace that was never stored; counts on the node."""
+        with self.write():
+            # A retro-audit judges a trace a second time: the node's count moves with the newest verdict.
+            earlier = self._db.execute(
+                "SELECT outcome FROM verdicts WHERE digest = ? ORDER BY sequence DESC LIMIT 1", (digest,)
+            ).fetchone()
+            columns = {SubmissionState.ACCEPTED: "accepted", SubmissionState.REFUSED: "refused"}
+            if earlier is not None and (column := columns.get(SubmissionState(earlier[0]))):
+                self._db.execute(f"UPDATE nodes SET {column} = {column} - 1 WHERE node = ?", (node,))
+            if column := columns.get(state):
+                self._db.execute(f"UPDATE nodes SET {column} = {column} + 1 WHERE node = ?", (node,))
+            self._db.execute(
+                "INSERT INTO verdicts (node, digest, outcome, reason, audited, judged_ms, signed) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (node, digest, state, reason, audited, judged_ms, signed),
+            )
+
+    def verdicts_after(self, node: bytes, cursor: int, most: int) -> list[tuple[int, bytes]]:
+        """(sequence, canonical Signed) of a node's verdicts after `cursor`, oldest first."""
+        return self._db.execute(
+            "SELECT sequence, signed FROM verdicts WHERE node = ? AND sequence > ? ORDER BY sequence LIMIT ?",
+            (node, cursor, most),
+        ).fetchall()
+
+    def verdict(self, digest: bytes) -> bytes | None:
+        """The newest canonical Signed verdict on a trace digest."""
+        row = self._db.execute(
+            "SELECT signed FROM verdicts WHERE digest = ? ORDER BY sequence DESC LIMIT 1", (digest,)
+        ).fetchone()
+        return None if row is None else row[0]
+
+    # --- audits (auditor) ---
+
+    def claim_audits(self, auditor: str, now_ms: int, most: int) -> list[SubmissionRow]:
+        """Claim waiting audits of one policy version (the oldest waiting) for one auditor."""
+        with self.write():
+            row = self._db.execute(
+                "SELECT policy_version FROM submissions WHERE state = ? AND claimed_by IS NULL "
+                "ORDER BY sequence LIMIT 1",
+                (SubmissionState.AUDIT,),
+            ).fetchone()
+            if row is None:
+                return []
+            rows = self._db.execute(
+                f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+                "WHERE s.state = ? AND s.claimed_by IS NULL AND s.policy_version = ? ORDER BY s.sequence LIMIT ?",
+                (SubmissionState.AUDIT, row[0], most),
+            ).fetchall()
+            claimed = [_submission(each) for each in rows]
+            self._db.executemany(
+                "UPDATE submissions SET claimed_by = ?, claimed_ms = ?, attempts = attempts + 1 WHERE sequence = ?",
+                [(auditor, now_ms, each.sequence) for each in claimed],
+            )
+            return claimed
+
+    def finish_audit(self, sequence: int, audit: bytes, mu: np.ndarray[Any, np.dtype[np.float32]] | None) -> None:
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET state = ?, audit = ?, mu = ?, claimed_by = NULL "
+                "WHERE sequence = ? AND state = ?",
+                (
+                    SubmissionState.AUDITED, audit, None if mu is None else mu.astype("<f4").tobytes(), sequence,
+                    SubmissionState.AUDIT,
+                ),
+            )  # fmt: skip
+
+    def release_claims(self, auditor: str) -> int:
+        """Give back what a dead auditor had claimed; how many."""
+        with self.write():
+            return self._db.execute(
+                "UPDATE submissions SET claimed_by = NULL WHERE claimed_by = ? AND state = ?",
+                (auditor, SubmissionState.AUDIT),
+            ).rowcount
+
+    def waiting_audits(self) -> int:
+        count: int = self._db.execute(
+            "SELECT COUNT(*) FROM submissions WHERE state = ?", (SubmissionState.AUDIT,)
+        ).fetchone()[0]
+        return count
+
+    # --- learning (learner) ---
+
+    def complete_groups(self, most: int) -> list[CompleteGroup]:
+        """The oldest complete groups (by policy version, then age), with their accepted traces."""
+        groups = self._db.execute(
+            f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = ? ORDER BY policy_version, created_ms, group_id "
+            "LIMIT ?",
+            (GroupState.COMPLETE, most),
+        ).fetchall()
+        return [CompleteGroup(_group(row), self._training_traces(row[0])) for row in groups]
+
+    def _training_traces(self, group_id: bytes) -> tuple[TrainingTrace, ...]:
+        rows = self._db.execute(
+            "SELECT slot, node, digest, reward, trace, mu FROM submissions WHERE group_id = ? AND state = ? "
+            "ORDER BY slot",
+            (group_id, SubmissionState.ACCEPTED),
+        )
+        return tuple(
+            TrainingTrace(*row[:5], None if row[5] is None else np.frombuffer(row[5], dtype="<f4")) for row in rows
+        )
+
+    def record_step(self, step: StepRow, root: bytes, taken: Iterable[bytes]) -> None:
+        """One learner step, atomically: its figures, the groups it used and the policy it made."""
+        with self.write():
+            self._db.execute(
+                "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                tuple(getattr(step, name) for name in StepRow.__slots__),
+            )
+            self._db.executemany(
+                "UPDATE groups SET state = ?, batch = ? WHERE group_id = ?",
+                [(GroupState.TAKEN, step.version, group_id) for group_id in taken],
+            )
+            self.add_policy(step.version, root, step.created_ms)
+
+    def steps(self, after: int = -1) -> list[StepRow]:
+        rows = self._db.execute("SELECT * FROM steps WHERE version > ? ORDER BY version", (after,))
+        return [StepRow(*row) for row in rows]
+
+    def prune_traces(self, keep: int) -> int:
+        """Forget the bodies of traces no longer needed beyond the newest `keep`; how many."""
+        with self.write():
+            return self._db.execute(
+                "UPDATE submissions SET trace = NULL, mu = NULL WHERE trace IS NOT NULL AND sequence <= "
+                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?) AND group_id IN "
+                "(SELECT group_id FROM groups WHERE state IN (?, ?))",
+                (
+                    keep, SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED,
+                    GroupState.TAKEN, GroupState.DROPPED,
+                ),
+            ).rowcount  # fmt: skip
+
+    # --- nodes and events ---
+
+    def see_node(self, node: bytes, now_ms: int, software: str, engine: str) -> None:
+        """A node said hello."""
+        with self.write():
+            self._db.execute(
+                "INSERT INTO nodes (node, first_seen_ms, last_seen_ms, software, engine, connected) "
+                "VALUES (?, ?, ?, ?, ?, 1) ON CONFLICT(node) DO UPDATE SET last_seen_ms = excluded.last_seen_ms, "
+                "software = excluded.software, engine = excluded.engine, connected = 1",
+                (node, now_ms, now_ms, software, engine),
+            )
+
+    def beat_node(
+        self,
+        node: bytes,
+        now_ms: int,
+        *,
+        policy_version: int | None,
+        tokens_per_second: float,
+        slots_busy: int,
+        slots_total: int,
+        unsent: int,
+    ) -> None:
+        with self.write():
+            self._db.execute(
+                "UPDATE nodes SET last_seen_ms = ?, policy_version = ?, tokens_per_second = ?, slots_busy = ?, "
+                "slots_total = ?, unsent = ?, connected = 1 WHERE node = ?",
+                (now_ms, policy_version, tokens_per_second, slots_busy, slots_total, unsent, node),
+            )
+
+    def lose_node(self, node: bytes | None = None) -> None:
+        """A node's session ended; None: all of them (the gateway starts)."""
+        with self.write():
+            self._db.execute(
+                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0 WHERE ? IS NULL OR node = ?",
+                (node, node),
+            )
+
+    def audit_record(self, node: bytes) -> tuple[int, int]:
+        """(audits passed, audits failed) of a node."""
+        row = self._db.execute("SELECT audits_passed, audits_failed FROM nodes WHERE node = ?", (node,)).fetchone()
+        return (0, 0) if row is None else (row[0], row[1])
+
+    def add_event(self, at_ms: int, kind: str, text: str) -> None:
+        """A line for people: what happened and why. The newest 10,000 are kept."""
+        with self.write():
+            cursor = self._db.execute(
+                "INSERT INTO events (at_ms, kind, text) VALUES (?, ?, ?)", (at_ms, kind, text[:1000])
+            )
+            self._db.execute("DELETE FROM events WHERE id <= ?", ((cursor.lastrowid or 0) - 10_000,))
+
+    # --- views for people (page, status) ---
+
+    def view(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Rows of a SELECT as dicts; for the page and `rltrainer status`, on read-only connections."""
+        cursor = self._db.execute(query, parameters)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]

@@ -1,0 +1,109 @@
+"""The folder of a run: which file lies where, and what is read from it at start.
+
+    RUN/config.toml  genesis.msgpack  address  ledger.sqlite  lock
+    RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
+    RUN/policies/v00000012/                published policies, Hugging Face folders in bfloat16
+    RUN/learner/step-00000012/             float32 masters, optimiser state, the batch that was used
+    RUN/logs/*.log
+
+Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import codec, identity
+from protocol.envelope import Signed
+from protocol.errors import DecodeError, KeyFileError, UsageError
+from protocol.run import Genesis, open_genesis, run_id
+from trainer.config import TrainerConfig, load_config
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def genesis(self) -> Path:
+        return self.path / "genesis.msgpack"
+
+    @property
+    def address(self) -> Path:
+        """The address nodes join with, written by the gateway once it listens."""
+        return self.path / "address"
+
+    @property
+    def page(self) -> Path:
+        """The page's URL, written once it is served."""
+        return self.path / "page"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def key(self) -> Path:
+        return self.path / "keys" / "run.key"
+
+    @property
+    def secret(self) -> Path:
+        return self.path / "keys" / "secret"
+
+    @property
+    def learner(self) -> Path:
+        return self.path / "learner"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def policy(self, version: int) -> Path:
+        return self.path / "policies" / f"v{version:08d}"
+
+    def step(self, version: int) -> Path:
+        """The learner's state after it made policy `version`."""
+        return self.learner / f"step-{version:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every process of a run reads at start."""
+
+    folder: RunFolder
+    config: TrainerConfig
+    genesis: Genesis
+    signed_genesis: Signed
+    run: bytes
+
+
+def open_run(path: Path) -> Run:
+    """Read config and genesis. Raises UsageError when the folder is not a run."""
+    folder = RunFolder(path)
+    config = load_config(folder.config)
+    try:
+        signed = codec.decode(Signed, folder.genesis.read_bytes())
+        genesis = open_genesis(signed, run=run_id(signed))
+    except (OSError, DecodeError) as error:
+        raise UsageError(f"{folder.genesis} cannot be read ({error}): restore it from a backup") from None
+    return Run(folder, config, genesis, signed, run_id(signed))
+
+
+def load_run_identity(run: Run) -> identity.Identity:
+    """The trainer's key. Raises KeyFileError, also when it is not the key of this run's genesis."""
+    mine = identity.load_identity(run.folder.key)
+    if mine.node != run.genesis.trainer:
+        raise KeyFileError(
+            f"{run.folder.key} is the key of {mine.peer_id}, but this run belongs to "
+            f"{identity.peer_id(run.genesis.trainer)}: restore the right key"
+        )
+    return mine
