@@ -1,16 +1,16 @@
 """When a turn ends, what follows it, and the replay of a whole episode: pure functions over token ids.
 
-The node calls turn_budget, reply_text and next_observation turn by turn; the trainer calls replay over the
-finished trace. Both run the same lines, so an honest trace replays id for id. Not here: whether the policy drew
-these tokens (verify/sampling.py), limits on the bytes of a trace.
+The node calls turn_budget, reply_text, next_observation and has_room turn by turn; the trainer calls replay over
+the finished trace. Both run the same lines, so an honest trace replays id for id. Not here: whether the policy
+drew these tokens (verify/sampling.py), limits on the bytes of a trace.
 
-An episode is spans that alternate, generated first: kind 0 was drawn by the policy and holds the turn with its
-stop token, kind 1 is an observation. `used` counts every token after the prompt, both kinds; `max_tokens` is the
-lease's bound on it. The rules, in order, after each turn:
+An episode is spans that alternate: a generated one is a turn with its stop token, an observed one what the
+environment answers. `used` counts every token after the prompt, both kinds. `max_turn_tokens` and `max_tokens`
+are the lease's. The rules, in order, after each turn:
 
 1. A turn holds at most turn_budget tokens. Its first stop token is its last token; without one it holds exactly
-   turn_budget tokens and was cut off. A cut-off turn ends the episode; the environment is shown the empty
-   string for it, so that half a number is never taken for an answer and a turn that never stops earns nothing.
+   turn_budget tokens and was cut off. A cut-off turn ends the episode; the environment is shown the empty string
+   for it, so half a number is never taken for an answer and a turn that never stops earns nothing.
 2. Otherwise the environment's `step` decides: None ends the episode.
 3. Otherwise the observation must fit with at least one token after it: used + observation + 1 <= max_tokens.
    If it does not, the episode ends before the observation.
@@ -20,12 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 from protocol.environments.base import Environment, Message
-
-GENERATED: Final = 0
-OBSERVED: Final = 1
+from protocol.trace import SpanKind
 
 Ids = Sequence[int]
 
@@ -62,9 +60,9 @@ class Replay:
         return self.prompt_matches and self.turns_match and self.observations_match and self.finished
 
 
-def turn_budget(max_new_tokens_per_turn: int, max_tokens: int, used: int) -> int:
+def turn_budget(max_turn_tokens: int, max_tokens: int, used: int) -> int:
     """Tokens the next turn may hold, its stop token included; never negative."""
-    return max(0, min(max_new_tokens_per_turn, max_tokens - used))
+    return max(0, min(max_turn_tokens, max_tokens - used))
 
 
 def reply_text(tokenizer: Codec, generated_ids: Ids) -> str | None:
@@ -98,9 +96,11 @@ def replay(
     index: int,
     prompt_ids: Ids,
     spans: Sequence[tuple[int, Ids]],
+    max_turn_tokens: int,
     max_tokens: int,
 ) -> Replay:
-    """Plays the episode of task `index` again with the model's turns taken from `spans`.
+    """Plays the episode of task `index` again with the model's turns taken from `spans` (Trace.pieces). `max_turn_tokens` and
+    `max_tokens` are the lease's.
 
     Raises what the environment or the tokenizer raises (EnvironmentFault, PolicyError): a fault of this side,
     never the node's.
@@ -113,12 +113,9 @@ def replay(
     used = 0
     for position in range(0, len(spans), 2):
         kind, ids = spans[position]
-        budget = turn_budget(environment.max_new_tokens, max_tokens, used)
-        fault = (
-            "an observation stands where a turn belongs"
-            if kind != GENERATED
-            else turn_fault(tokenizer.stop_ids, ids, budget)
-        )
+        if kind != SpanKind.GENERATED:
+            return _mismatch("turns", position, None, "an observation stands where a turn belongs", replies)
+        fault = turn_fault(tokenizer.stop_ids, ids, turn_budget(max_turn_tokens, max_tokens, used))
         if fault:
             return _mismatch("turns", position, None, fault, replies)
         used += len(ids)
@@ -127,16 +124,12 @@ def replay(
         expected = None if reply is None else next_observation(environment, tokenizer, index, replies)
         if expected is not None and not has_room(expected, max_tokens, used):
             expected = None
-        following = spans[position + 1] if position + 1 < len(spans) else None
-        if following is None:
+        if position + 1 == len(spans):
             return _ended(environment, index, replies, finished=expected is None)
-        if expected is None:
-            return _mismatch("observations", position + 1, None, "the episode was over before", replies)
-        if following[0] != OBSERVED or tuple(following[1]) != expected:
-            return _mismatch(
-                "observations", position + 1, expected, "not what the environment shows", replies
-            )
-        used += len(expected)
+        fault = _observation_fault(spans[position + 1], expected)
+        if fault:
+            return _mismatch("observations", position + 1, expected, fault, replies)
+        used += len(spans[position + 1][1])
     return _mismatch("turns", len(spans), None, "the trace ends with an observation", replies)
 
 
@@ -151,6 +144,15 @@ def turn_fault(stop_ids: frozenset[int], ids: Ids, budget: int) -> str:
         return f"the turn ends after {len(ids)} tokens without a stop token, {budget} were allowed"
     if first_stop is not None and first_stop != len(ids) - 1:
         return f"{len(ids) - 1 - first_stop} tokens follow the stop token"
+    return ""
+
+
+def _observation_fault(span: tuple[int, Ids], expected: tuple[int, ...] | None) -> str:
+    kind, ids = span
+    if expected is None:
+        return "the episode was over before"
+    if kind != SpanKind.OBSERVED or tuple(ids) != expected:
+        return "not what the environment shows"
     return ""
 
 
