@@ -52,7 +52,7 @@ class Environment(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens the model may generate in one turn, its stop token included; at least 1."""
+        """Tokens one turn needs at most, its stop token included; what a lease allows unless the run says more."""
 
     def prompt(self, index: int) -> tuple[Message, ...]:
         """The conversation that opens task `index` (u64)."""
@@ -87,7 +87,37 @@ def _refuse_params(name: str, params: str) -> None:
         raise UsageError(f"environment {name} takes no parameters; leave them out instead of {params!r}")
 
 
-BUILT_IN: Final[Mapping[str, Factory]] = MappingProxyType({"tools8@1": _tools8, "guess@1": _guess})
+def _reasoning_gym(name: str) -> Factory:
+    def make(params: str) -> Environment:
+        from protocol.environments import reasoning_gym
+
+        return reasoning_gym.make(name, params)
+
+    return make
+
+
+# Generators of reasoning_gym whose scorers were read and probed; reasoning_gym.py says why no others.
+REASONING_GYM: Final = tuple(
+    f"reasoning_gym:{generator}@1"
+    for generator in (
+        "basic_arithmetic",
+        "calendar_arithmetic",
+        "chain_sum",
+        "count_bits",
+        "gcd",
+        "letter_counting",
+        "number_sequence",
+        "simple_equations",
+        "spell_backward",
+    )
+)
+BUILT_IN: Final[Mapping[str, Factory]] = MappingProxyType(
+    {
+        "tools8@1": _tools8,
+        "guess@1": _guess,
+        **{name: _reasoning_gym(name) for name in REASONING_GYM},
+    }
+)
 
 
 def load(name: str, params: str = "") -> GuardedEnvironment:

@@ -85,11 +85,6 @@ def has_room(observation_ids: Ids, max_tokens: int, used: int) -> bool:
     return used + len(observation_ids) + 1 <= max_tokens
 
 
-def final_reward(environment: Environment, index: int, replies: tuple[str, ...], cut_off: bool) -> float:
-    """The reward of a finished episode. `replies` are the turns that stopped; `cut_off` when one more did not."""
-    return environment.reward(index, (*replies, "") if cut_off else replies)
-
-
 def replay(
     environment: Environment,
     tokenizer: Codec,
@@ -99,8 +94,7 @@ def replay(
     max_turn_tokens: int,
     max_tokens: int,
 ) -> Replay:
-    """Plays the episode of task `index` again with the model's turns taken from `spans` (Trace.pieces). `max_turn_tokens` and
-    `max_tokens` are the lease's.
+    """Plays the episode of task `index` again with the model's turns taken from `spans` (Trace.pieces).
 
     Raises what the environment or the tokenizer raises (EnvironmentFault, PolicyError): a fault of this side,
     never the node's.

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import jinja2
 import jinja2.exceptions
@@ -137,9 +137,7 @@ class PolicyTokenizer:
         for stop in stops:
             if stop and text.startswith(stop):
                 return stop, text[len(stop) :]
-        self._unfit(
-            f"after the assistant's words it puts {text[:40]!r}, not a stop token ({', '.join(stops)})"
-        )
+        self._unfit(f"after the assistant's words it puts {text[:40]!r}, not a stop token ({', '.join(stops)})")
 
     def _unfit(self, why: str) -> NoReturn:
         raise PolicyError(f"this chat template cannot be used for tasks of more than one turn: {why}")
@@ -167,7 +165,7 @@ class PolicyTokenizer:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it shows them."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -200,9 +198,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _sandbox() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
