@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Protocol, TypeVar
 
 from protocol.errors import EnvironmentFault, LocalError, UsageError
-from protocol.limits import MAX_REPLY_CHARACTERS
+from protocol.limits import MAX_REPLY_CHARACTERS, MAX_SPANS
 
 ENTRY_POINT_GROUP: Final = "rlcommons.environments"
 MAX_INDEX: Final = 2**64 - 1
@@ -166,8 +166,8 @@ class GuardedEnvironment:
     def __init__(self, inner: Environment, name: str) -> None:
         if inner.name != name:
             raise EnvironmentFault(f"environment {name} calls itself {inner.name!r}")
-        if min(inner.max_turns, inner.max_new_tokens) < 1:
-            raise EnvironmentFault(f"environment {name} allows no turn or no token in a turn")
+        if not 1 <= inner.max_turns <= MAX_SPANS // 2 or inner.max_new_tokens < 1:
+            raise EnvironmentFault(f"environment {name} needs 1 to {MAX_SPANS // 2} turns of at least one token")
         self._inner = inner
         self.name = name
         self.max_turns = inner.max_turns

@@ -1,8 +1,8 @@
 """reasoning_gym:GENERATOR@1: single-turn tasks of the library reasoning_gym 0.1.25 (extra `reasoning-gym`).
 
-Only the generators on base.REASONING_GYM exist here. The library's other scorers are not offered: nine of fifteen probed ran
-code found in the answer, five generators depend on Python's hash seed, several accept wrong answers. Even these
-run in a sandboxed subprocess (sandbox.py), one for this whole process.
+Only the generators on base.REASONING_GYM exist here. The library's other scorers are not offered: nine of fifteen
+probed ran code found in the answer, five generators depend on Python's hash seed, several accept wrong answers.
+Even these run in a sandboxed subprocess (sandbox.py), one for this whole process.
 
 The model is asked to end with `Answer:` and the answer alone; what follows the last `Answer:` is scored, or the
 whole reply where there is none, without surrounding white space. Scores are cut to [0, 1] and rounded to six

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.exceptions
@@ -111,6 +111,8 @@ class PolicyTokenizer:
         ids = self.encode(stop + rest)
         if not ids or ids[0] not in self.stop_ids:
             raise PolicyError(f"the tokenizer does not encode its stop token {stop!r} as one token")
+        if len(ids) == 1:
+            self._unfit("it puts nothing between two turns of the model")
         return ids[1:]
 
     @cached_property
@@ -165,7 +167,7 @@ class PolicyTokenizer:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it shows them."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 (declared so by jinja2)
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
