@@ -11,6 +11,7 @@ is worth (verify/), when a group may be learned from (batch.py).
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,6 +200,15 @@ class TrainingTrace:
 class CompleteGroup:
     group: GroupRow
     traces: tuple[TrainingTrace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """All that may decide whether a complete group is learned from: who drew it does not."""
+
+    group_id: bytes
+    policy_version: int
+    rewards: tuple[float | None, ...]  # None: not a number (SQLite keeps NaN as NULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -630,13 +640,16 @@ class Ledger:
     # --- audits (auditor) ---
 
     def claim_audits(self, auditor: str, now_ms: int, most: int) -> list[SubmissionRow]:
-        """Claim waiting audits of one policy version (the oldest waiting) for one auditor."""
+        """Claim waiting audits of one policy version (the oldest waiting) for one auditor. `attempts` of the
+        rows counts the claims before this one."""
+        oldest = (
+            "SELECT policy_version FROM submissions WHERE state = ? AND claimed_by IS NULL ORDER BY sequence LIMIT 1"
+        )
+        # An idle auditor looks often: a read does not make the others wait for the write lock.
+        if self._db.execute(oldest, (SubmissionState.AUDIT,)).fetchone() is None:
+            return []
         with self.write():
-            row = self._db.execute(
-                "SELECT policy_version FROM submissions WHERE state = ? AND claimed_by IS NULL "
-                "ORDER BY sequence LIMIT 1",
-                (SubmissionState.AUDIT,),
-            ).fetchone()
+            row = self._db.execute(oldest, (SubmissionState.AUDIT,)).fetchone()
             if row is None:
                 return []
             rows = self._db.execute(
@@ -678,14 +691,37 @@ class Ledger:
 
     # --- learning (learner) ---
 
-    def complete_groups(self, most: int) -> list[CompleteGroup]:
-        """The oldest complete groups (by policy version, then age), with their accepted traces."""
-        groups = self._db.execute(
-            f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = ? ORDER BY policy_version, created_ms, group_id "
-            "LIMIT ?",
-            (GroupState.COMPLETE, most),
-        ).fetchall()
-        return [CompleteGroup(_group(row), self._training_traces(row[0])) for row in groups]
+    def complete_groups(self) -> list[GroupOutcome]:
+        """What the complete groups earned, oldest first (by policy version, then age)."""
+        rows = self._db.execute(
+            "SELECT g.group_id, g.policy_version, s.reward FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            "WHERE g.state = ? AND s.state = ? ORDER BY g.policy_version, g.created_ms, g.group_id, s.slot",
+            (GroupState.COMPLETE, SubmissionState.ACCEPTED),
+        )
+        grouped = itertools.groupby(rows, key=lambda row: (row[0], row[1]))
+        return [GroupOutcome(*key, tuple(row[2] for row in members)) for key, members in grouped]
+
+    def count_informative(self) -> int:
+        """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
+        for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
+        count: int = self._db.execute(
+            "SELECT COUNT(*) FROM (SELECT 1 FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            "WHERE g.state = ? AND s.state = ? GROUP BY g.group_id HAVING MIN(s.reward) < MAX(s.reward))",
+            (GroupState.COMPLETE, SubmissionState.ACCEPTED),
+        ).fetchone()[0]
+        return count
+
+    def training_groups(self, group_ids: Sequence[bytes]) -> list[CompleteGroup]:
+        """Groups that are still complete, of those named, with their accepted traces, in the order named."""
+        found = []
+        for group_id in group_ids:
+            row = self._db.execute(
+                f"SELECT {_GROUP_COLUMNS} FROM groups WHERE group_id = ? AND state = ?",
+                (group_id, GroupState.COMPLETE),
+            ).fetchone()
+            if row is not None:
+                found.append(CompleteGroup(_group(row), self._training_traces(group_id)))
+        return found
 
     def _training_traces(self, group_id: bytes) -> tuple[TrainingTrace, ...]:
         rows = self._db.execute(
