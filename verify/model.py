@@ -1,0 +1,238 @@
+"""A policy folder as a live model: load it, swap its weights in place, run it, and take the rows that predict.
+
+One definition for the node that draws tokens and the auditor that recomputes them: the hidden state of SPEC 10 is
+what enters the model's output embeddings. Any causal language model of transformers will do; nothing here knows
+an architecture. Not here: batching and caches (node/), margins and proofs (prefill.py, toploc.py), and whether
+the folder's bytes are the policy's (its reader checked the root).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from protocol.errors import EngineError
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Fields of config.json that say who wrote it, not what the model is.
+_PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+_FULL: Final = "full_attention"
+_SLIDING: Final = "sliding_attention"
+
+
+class PolicyModel:
+    """A causal language model in evaluation mode on one device, in one dtype.
+
+    vocabulary, hidden_size, max_positions are the configuration's. Raises EngineError, with the folder and the
+    reason, when the folder is not a model that transformers can load.
+    """
+
+    def __init__(self, folder: Path, dtype: str, device: str) -> None:
+        self.dtype = _dtype(dtype)
+        self.device = torch.device(device)
+        self._fields = _config_fields(folder)
+        self._model = _load(folder, self.dtype).to(self.device)
+        text: Any = self._model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.hidden_size = int(text.hidden_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", None) or 2**31)
+        self.attention_kinds = _attention_kinds(text)
+        self._window = int(getattr(text, "sliding_window", None) or 0)
+        head = self._model.get_output_embeddings()
+        if head is None:
+            raise EngineError(f"the model in {folder} has no output embeddings: it is not a language model")
+        self._head: nn.Module = head
+        self._tap = _HeadTap()
+        head.register_forward_pre_hook(self._tap)
+        # transformers renamed the argument; both names are within the versions we accept.
+        accepted = inspect.signature(type(self._model).forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
+        self._plain_head: bool | None = None
+
+    def run(
+        self,
+        ids: Tensor,
+        rows: Tensor | None,
+        positions: Tensor | None = None,
+        mask: Any = None,
+        cache: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, hidden] and logits [N, vocabulary] of chosen rows of a forward pass.
+
+        ids [B, L]; rows: flat indices into B·L, ascending in the order wanted, or None for all. Without a mask
+        attention is causal, so padding belongs on the right.
+        """
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
+        if positions is not None:
+            arguments["position_ids"] = positions
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        self._tap.rows = rows
+        try:
+            logits: Tensor = self._model(**arguments).logits[0]
+        finally:
+            hidden = self._tap.take()
+        return hidden, logits
+
+    def hidden_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """As `run` without the logits, for heads that `head_is_plain`."""
+        self._tap.only_hidden = True
+        try:
+            return self.run(ids, rows)[0]
+        finally:
+            self._tap.only_hidden = False
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [N, vocabulary] of hidden states [N, hidden], for heads that `head_is_plain`."""
+        with self._tap.aside():
+            logits: Tensor = self._head(hidden)
+        return logits
+
+    def head_is_plain(self) -> bool:
+        """Whether the logits are the output embeddings of the hidden states and nothing more (no soft cap, no
+        scale): then long outputs may be computed piece by piece. Found by trying, once."""
+        if self._plain_head is None:
+            ids = torch.arange(2, device=self.device)[None] % self.vocabulary
+            hidden, logits = self.run(ids, None)
+            self._plain_head = torch.allclose(self.head(hidden), logits, rtol=1e-3, atol=1e-3)
+        return self._plain_head
+
+    def causal_mask(self, positions: Tensor, columns: int) -> Any:
+        """Additive attention mask for queries at positions [B, L] over keys in columns 0..columns-1, column =
+        position. In the form the model wants: a tensor [B, 1, L, columns], or one a kind of attention."""
+        if not self.attention_kinds <= {_FULL, _SLIDING}:
+            other = ", ".join(sorted(self.attention_kinds - {_FULL, _SLIDING}))
+            raise EngineError(f"this engine cannot decode a model with {other}: use vLLM for this policy")
+        keys = torch.arange(columns, device=self.device)
+        here = positions[:, None, :, None]
+        seen = keys <= here
+        masks = {kind: self._additive(seen if kind == _FULL else seen & (keys > here - self._window))
+                 for kind in self.attention_kinds}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        blank = torch.zeros((), dtype=self.dtype, device=self.device)
+        return torch.where(seen, blank, torch.finfo(self.dtype).min)
+
+    def swap(self, folder: Path) -> bool:
+        """Copy the folder's weights into the live model. False, with nothing changed, when the folder holds
+        another architecture or other tensors; then load it anew.
+
+        Raises EngineError when the files cannot be read; if that happens midway the model is unusable.
+        """
+        if _config_fields(folder) != self._fields:
+            return False
+        targets: dict[str, Tensor] = self._model.state_dict()
+        with _tensor_files(folder) as files:
+            if not _fits(files, targets):
+                return False
+            with torch.inference_mode():
+                for file in files:
+                    for name in file.keys():  # noqa: SIM118 - not a mapping
+                        targets[name].copy_(file.get_tensor(name))
+        return True
+
+
+class _HeadTap:
+    """Stands before the output embeddings: keeps the rows that are wanted and lets only these through."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.only_hidden = False
+        self._hidden: Tensor | None = None
+        self._aside = False
+
+    def __call__(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._aside:
+            return None
+        flat = arguments[0].flatten(0, -2)
+        self._hidden = flat if self.rows is None else flat[self.rows]
+        passed = self._hidden[:0] if self.only_hidden else self._hidden
+        return (passed[None], *arguments[1:])
+
+    def take(self) -> Tensor:
+        hidden, self._hidden, self.rows = self._hidden, None, None
+        if hidden is None:
+            raise EngineError("the model gave no hidden states to its output embeddings: it cannot be proved")
+        return hidden
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise EngineError(f"'{name}' is not a dtype of this engine: use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _config_fields(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return {key: value for key, value in fields.items() if key not in _PROVENANCE}
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"{path} is not a model's configuration: {error}") from None
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        # Pickled weights and code from the folder stay shut: both run what a stranger wrote.
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+    except Exception as error:  # transformers raises many kinds for a bad folder
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EngineError(f"{folder} is not a policy that transformers can load: {first}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _attention_kinds(config: Any) -> frozenset[str]:
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return frozenset(kinds)
+    slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return frozenset([_SLIDING if slides else _FULL])
+
+
+@contextmanager
+def _tensor_files(folder: Path) -> Iterator[list[Any]]:
+    from safetensors import SafetensorError, safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise EngineError(f"{folder} holds no .safetensors file: a policy's weights are kept in these")
+    try:
+        yield [safe_open(path, framework="pt") for path in paths]  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise EngineError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _fits(files: list[Any], targets: dict[str, Tensor]) -> bool:
+    """Whether the files hold every tensor of the model (a tied one under any of its names) and no other."""
+    filled = set()
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if name not in targets or list(targets[name].shape) != file.get_slice(name).get_shape():
+                return False
+            filled.add(targets[name].data_ptr())
+    return all(tensor.data_ptr() in filled for tensor in targets.values())
