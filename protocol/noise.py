@@ -25,20 +25,25 @@ MAX_U: Final = np.float32(
 )  # the largest float32 below 1; at 1 the noise would be minus infinity
 
 _MASK: Final = 0xFFFFFFFF
-_C1: Final = 0xCC9E2D51
-_C2: Final = 0x1B873593
-_STEP: Final = 0xE6546B64
-_F1: Final = 0x85EBCA6B
-_F2: Final = 0xC2B2AE35
-_LENGTH: Final = 16  # bytes hashed
+_C1: Final = np.uint32(0xCC9E2D51)
+_C2: Final = np.uint32(0x1B873593)
+_FIVE: Final = np.uint32(5)
+_STEP: Final = np.uint32(0xE6546B64)
+_F1: Final = np.uint32(0x85EBCA6B)
+_F2: Final = np.uint32(0xC2B2AE35)
+_LENGTH: Final = np.uint32(16)  # bytes hashed
+_13, _15, _16, _17, _19, _26 = (np.uint32(bits) for bits in (13, 15, 16, 17, 19, 26))
 
 
-def _word(value: int) -> np.uint32:
-    return np.uint32(value & _MASK)
+def _inverse(odd: np.uint32) -> np.uint32:
+    return np.uint32(pow(int(odd), -1, 2**32))
 
 
-def _inverse(value: int) -> np.uint32:
-    return _word(pow(value, -1, 2**32))
+_UN_C1: Final = _inverse(_C1)
+_UN_C2: Final = _inverse(_C2)
+_UN_FIVE: Final = _inverse(_FIVE)
+_UN_F1: Final = _inverse(_F1)
+_UN_F2: Final = _inverse(_F2)
 
 
 def slot_seed(data: bytes) -> int:
@@ -59,35 +64,35 @@ def hash_prefix(seed: int, position: int) -> int:
     state = 0
     # SPEC 10: the hash reads seed u64 LE ‖ position u32 LE ‖ token id u32 LE.
     for word in (seed & _MASK, seed >> 32, position):
-        key = (word * _C1) & _MASK
+        key = (word * int(_C1)) & _MASK
         key = ((key << 15) | (key >> 17)) & _MASK
-        state ^= (key * _C2) & _MASK
+        state ^= (key * int(_C2)) & _MASK
         state = ((state << 13) | (state >> 19)) & _MASK
-        state = (state * 5 + _STEP) & _MASK
+        state = (state * 5 + int(_STEP)) & _MASK
     return state
 
 
 def token_keys(tokens: NDArray[Any]) -> Words:
     """The part of the hash that depends on the token id alone, any shape; worth caching for a vocabulary."""
-    keys: Words = np.atleast_1d(tokens).astype(np.uint32) * _word(_C1)
-    keys = (keys << np.uint32(15)) | (keys >> np.uint32(17))
-    return keys * _word(_C2)
+    keys: Words = np.atleast_1d(tokens).astype(np.uint32) * _C1
+    keys = (keys << _15) | (keys >> _17)
+    return keys * _C2
 
 
 def hashes(prefixes: Words | np.uint32, keys: Words) -> Words:
     """The 32-bit hash for each prefix (from hash_prefix) and token key (from token_keys), broadcast together."""
     state: Words = np.bitwise_xor(keys, prefixes)
-    spill = state >> np.uint32(19)
-    state <<= np.uint32(13)
+    spill = state >> _19
+    state <<= _13
     state |= spill
-    state *= np.uint32(5)
-    state += _word(_STEP)
-    state ^= np.uint32(_LENGTH)
-    state ^= np.right_shift(state, np.uint32(16), out=spill)
-    state *= _word(_F1)
-    state ^= np.right_shift(state, np.uint32(13), out=spill)
-    state *= _word(_F2)
-    state ^= np.right_shift(state, np.uint32(16), out=spill)
+    state *= _FIVE
+    state += _STEP
+    state ^= _LENGTH
+    state ^= np.right_shift(state, _16, out=spill)
+    state *= _F1
+    state ^= np.right_shift(state, _13, out=spill)
+    state *= _F2
+    state ^= np.right_shift(state, _16, out=spill)
     return state
 
 
@@ -96,25 +101,25 @@ def unhash(values: Words) -> Words:
 
     With `tokens_from` it answers "which tokens draw a hash this small?" without hashing a vocabulary.
     """
-    state: Words = values ^ (values >> np.uint32(16))
-    state *= _inverse(_F2)
-    state ^= (state >> np.uint32(13)) ^ (state >> np.uint32(26))
-    state *= _inverse(_F1)
-    state ^= state >> np.uint32(16)
-    state ^= np.uint32(_LENGTH)
-    state -= _word(_STEP)
-    state *= _inverse(5)
-    return (state >> np.uint32(13)) | (state << np.uint32(19))
+    state: Words = values ^ (values >> _16)
+    state *= _UN_F2
+    state ^= (state >> _13) ^ (state >> _26)
+    state *= _UN_F1
+    state ^= state >> _16
+    state ^= _LENGTH
+    state -= _STEP
+    state *= _UN_FIVE
+    return (state >> _13) | (state << _19)
 
 
 def tokens_from(prefix: np.uint32, unhashed: Words) -> Words:
     """The token ids (any unsigned 32-bit number) whose hash after `prefix` gave `unhash`'s argument."""
     ids: Words = unhashed ^ prefix
-    ids *= _inverse(_C2)
-    spill = ids << np.uint32(17)
-    ids >>= np.uint32(15)
+    ids *= _UN_C2
+    spill = ids << _17
+    ids >>= _15
     ids |= spill
-    ids *= _inverse(_C1)
+    ids *= _UN_C1
     return ids
 
 

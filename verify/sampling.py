@@ -4,17 +4,17 @@ Not covered: whether the logits are the claimed policy's (toploc.py, prefill.py)
 across many traces (calibration).
 
 The normative rule is dense: noise for every token of the vocabulary, then the argmax. It is computed here
-without the dense noise, and still exactly. With e = exp(z − max z), a token of hash h scores at most
-max z + log(e / u), u = (h + ½)/2^32, because −log1p(−u) ≥ u. So the leader's score bounds the hash of every
-rival: h ≤ K·e. Likely tokens (large e) are hashed and compared; for the many unlikely ones K·e is so small that
-it is cheaper to undo the hash of every number below it and see which token ids come out.
+without the dense noise, and still exactly. With p = softmax(z), a token of hash h scores at most
+logsumexp z + log(p / u), u = (h + ½)/2^32, because −log1p(−u) ≥ u. So a leader's score bounds the hash of every
+rival: h ≤ K·p. Likely tokens are hashed and compared; for the many unlikely ones K·p is so small that it is
+cheaper to undo the hash of every number below it and see which token ids come out.
 CUDA tensors take the dense path, which is cheap there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -29,10 +29,11 @@ from protocol.noise import MAX_U, Words, gumbel, hash_prefix, hashes, token_keys
 from verify.thresholds import Judgement, Limits, at_temperature
 
 Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
 
-_LIKELY: Final = math.exp(-12.0)  # e above this: hash the token. Below: undo the hash. Measured optimum is flat.
-_UNHASHED: Final = 1 << 19  # numbers undone at most; K·e^-12 exceeds it only when logits pass about 1e7
-_ROWS: Final = 64  # rows converted at once: bounds memory at any N
+_LIKELY: Final = math.exp(-12.5)  # p above this: hash the token; below: undo the hash. The optimum is flat.
+_UNHASHED: Final = 1 << 19  # numbers undone at most; a row needs more once in 10^9, or at logits past 1e7
+_ROWS: Final = 16  # rows worked on at once: bounds memory at any N
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,10 @@ class MarginResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
-    token: int
-    score: float  # z + noise of the token
-    log_total: float  # logsumexp of z
+class _Draws:
+    tokens: Ids
+    scores: Floats  # z + noise of the token
+    log_total: Floats  # logsumexp of z
 
 
 def sample(
@@ -64,14 +65,15 @@ def sample(
     prefixes = _prefixes(seeds, positions)
     if logits.device.type != "cpu":
         return _sample_dense(logits, prefixes, temperatures)
-    tokens = torch.empty(rows, dtype=torch.int64)
-    logprobs = torch.empty(rows, dtype=torch.float32)
+    tokens = np.empty(rows, dtype=np.int64)
+    logprobs = np.empty(rows, dtype=np.float32)
     race = _Race(vocabulary)
-    for row, z in enumerate(_rows(logits, temperatures)):
-        draw = race.run(z, prefixes[row], row)
-        tokens[row] = draw.token
-        logprobs[row] = float(z[draw.token]) - draw.log_total
-    return tokens, logprobs
+    for start, z in _blocks(logits, temperatures):
+        part = slice(start, start + len(z))
+        draws = race.run(z, prefixes[part], start)
+        tokens[part] = draws.tokens
+        logprobs[part] = z[np.arange(len(z)), draws.tokens] - draws.log_total
+    return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
 
 def margins(
@@ -88,8 +90,8 @@ def margins(
     or position. Memory beyond the arguments does not grow with N.
     """
     rows, vocabulary = _shape(logits, seeds, positions, temperatures)
-    claimed = [int(t) for t in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
-    if len(claimed) != rows or not all(0 <= t < vocabulary for t in claimed):
+    claimed = np.array(tokens.tolist() if isinstance(tokens, Tensor) else tokens, dtype=np.int64)
+    if claimed.shape != (rows,) or not ((claimed >= 0) & (claimed < vocabulary)).all():
         raise UsageError(f"{rows} token ids below {vocabulary} were expected, one a row of logits")
     prefixes = _prefixes(seeds, positions)
     if logits.device.type != "cpu":
@@ -97,13 +99,13 @@ def margins(
     found = np.empty(rows, dtype=np.float32)
     logprobs = np.empty(rows, dtype=np.float32)
     race = _Race(vocabulary)
-    for row, z in enumerate(_rows(logits, temperatures)):
+    for start, z in _blocks(logits, temperatures):
         if not math.isfinite(float(z.min())):
-            raise EngineError(f"the verifier's logits of row {row} are not finite: this trace was not judged")
-        token = claimed[row]
-        draw = race.run(z, prefixes[row], row)
-        found[row] = draw.score - race.score(z, prefixes[row], np.array([token]))[0]
-        logprobs[row] = float(z[token]) - draw.log_total
+            raise EngineError(f"the verifier's logits near row {start} are not finite: this trace was not judged")
+        part = slice(start, start + len(z))
+        draws = race.run(z, prefixes[part], start)
+        found[part] = draws.scores - race.score(z, prefixes[part], claimed[part])
+        logprobs[part] = z[np.arange(len(z)), claimed[part]] - draws.log_total
     return MarginResult(torch.from_numpy(found), torch.from_numpy(logprobs))
 
 
@@ -131,46 +133,84 @@ def judge_margins(
 
 
 class _Race:
-    """Finds the winner of one row at a time; owns the scratch space, so one a call and never shared."""
+    """Finds the winners of a block of rows; owns the scratch space, so one a call and never shared."""
 
     def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
         self.keys = _keys(vocabulary)
-        self.vocabulary = np.uint32(vocabulary)
-        self.e: Floats = np.empty(vocabulary, dtype=np.float32)
-        self.mask = np.empty(vocabulary, dtype=np.bool_)
+        # A row's likeliest token has p ≥ 1/V: no row is left without a likely one.
+        self.likely = min(_LIKELY, 0.5 / vocabulary)
+        self.p = torch.empty((_ROWS, vocabulary), dtype=torch.float32)
+        self.mask = np.empty((_ROWS, vocabulary), dtype=np.bool_)
 
-    def score(self, z: Floats, prefix: np.uint32, tokens: NDArray[Any]) -> Floats:
-        return z[tokens] + gumbel(hashes(prefix, self.keys[tokens]))
+    def score(self, z: Floats, prefixes: Words, tokens: Ids) -> Floats:
+        """z + noise of one token a row."""
+        drawn = hashes(prefixes, self.keys[tokens])
+        return z[np.arange(len(z)), tokens] + gumbel(drawn)
 
-    def run(self, z: Floats, prefix: np.uint32, row: int) -> _Draw:
-        top = float(z.max())
-        if not math.isfinite(top):
+    def run(self, z: Floats, prefixes: Words, start: int) -> _Draws:
+        """The winner of each row of z [R, V] = logits/T; `start` numbers the first row in messages."""
+        rows = np.arange(len(z))
+        tops = z.argmax(axis=1)
+        highest = z[rows, tops]
+        if not np.isfinite(highest).all():
+            row = start + int(np.flatnonzero(~np.isfinite(highest))[0])
             raise EngineError(f"the logits of row {row} hold NaN or infinity, or nothing but minus infinity")
-        e = np.subtract(z, np.float32(top), out=self.e)
-        np.exp(e, out=e)
-        total = float(e.sum())
-        likely = np.flatnonzero(np.greater(e, np.float32(_LIKELY), out=self.mask))
-        drawn = hashes(prefix, self.keys[likely])
-        ratio = drawn / e[likely]
-        lead = likely[ratio.argmin()]
-        bound = _bound(top, float(self.score(z, prefix, lead[None])[0]))
-        rivals = likely[ratio <= bound]
-        below = math.ceil(bound * _LIKELY)
-        if below < _UNHASHED:
-            unlikely = tokens_from(prefix, _unhashed()[: below + 1])
-            rivals = np.concatenate((rivals, unlikely[unlikely < self.vocabulary]))
-        else:
-            rivals = np.arange(self.vocabulary)
-        scores = self.score(z, prefix, rivals)
-        best = scores.max()
-        return _Draw(int(rivals[scores == best].min()), float(best), top + math.log(total))
+        p = torch.softmax(torch.from_numpy(z), dim=1, out=self.p[: len(z)]).numpy()
+        log_total = highest - np.log(p[rows, tops])
+        likely = np.flatnonzero(np.greater(p, np.float32(self.likely), out=self.mask[: len(z)]))
+        if len(z) > 1 and len(likely) > p.size // 3:  # near uniform: smaller tables are faster
+            return _stack([self.run(z[i : i + 1], prefixes[i : i + 1], start + i) for i in range(len(z))])
+        first = np.searchsorted(likely, rows * self.vocabulary)
+        row = np.repeat(rows, np.diff(first, append=len(likely)))
+        token = likely - row * self.vocabulary
+        drawn = hashes(prefixes[row], self.keys[token])
+        ratio = drawn.astype(np.float32) / p.reshape(-1)[likely]
+        closest = np.flatnonzero(ratio == np.minimum.reduceat(ratio, first)[row])
+        lead = closest[np.searchsorted(closest, first)]
+        bound = _bounds(log_total, z[rows, token[lead]] + gumbel(drawn[lead]))
+        rivals = np.flatnonzero(ratio <= bound.astype(np.float32)[row])
+        found = [(row[rivals], token[rivals], drawn[rivals])]
+        for one in rows:
+            ids, words = self._unlikely(prefixes[one], bound[one])
+            found.append((np.full(len(ids), one), ids, words))
+        return _best(z, *(np.concatenate(parts) for parts in zip(*found, strict=True)), log_total)
+
+    def _unlikely(self, prefix: np.uint32, bound: float) -> tuple[Ids, Words]:
+        """Ids and hashes of every token, likely or not, with a hash up to bound·likely."""
+        last = math.ceil(bound * self.likely)
+        if last >= _UNHASHED:
+            return np.arange(self.vocabulary), hashes(prefix, self.keys)
+        ids = tokens_from(prefix, _unhashed()[: last + 1])
+        found = np.flatnonzero(ids < np.uint32(self.vocabulary))
+        return ids[found].astype(np.int64), found.astype(np.uint32)
 
 
-def _bound(top: float, lead: float) -> float:
-    """K: no token with hash above K·e can reach the leader's score. The slack covers float32 rounding of z,
-    of the noise and of their sum, which grows with their size."""
-    slack = 1e-3 + (abs(top) + abs(lead) + 32.0) * 2.0**-20
-    return math.exp(min(top - lead + slack, 600.0)) * 2.0**32
+def _best(z: Floats, row: Ids, token: Ids, drawn: Words, log_total: Floats) -> _Draws:
+    """The highest scorer of each row among candidates (row, token, hash), ties to the lowest id."""
+    reached = z[row, token] + gumbel(drawn)
+    scores = np.full(len(z), -np.inf, dtype=np.float32)
+    np.maximum.at(scores, row, reached)
+    best = reached == scores[row]
+    winners = np.full(len(z), z.shape[1], dtype=np.int64)
+    np.minimum.at(winners, row[best], token[best])
+    return _Draws(winners, scores, log_total)
+
+
+def _stack(draws: Sequence[_Draws]) -> _Draws:
+    return _Draws(
+        np.concatenate([d.tokens for d in draws]),
+        np.concatenate([d.scores for d in draws]),
+        np.concatenate([d.log_total for d in draws]),
+    )
+
+
+def _bounds(log_total: Floats, lead: Floats) -> NDArray[np.float64]:
+    """K a row: no token with a hash above K·p can reach the leader's score. The slack covers float32 rounding
+    of z, of p, of the noise and of their sums, which grows with their size."""
+    slack = 1e-3 + (np.abs(log_total) + np.abs(lead) + 32.0) * 2.0**-20
+    exponent: NDArray[np.float64] = log_total.astype(np.float64) - lead + slack
+    return np.exp(np.minimum(exponent, 600.0)) * 2.0**32
 
 
 @lru_cache(maxsize=8)
@@ -203,16 +243,13 @@ def _prefixes(seeds: Sequence[int] | Tensor, positions: Sequence[int]) -> Words:
     return np.array([hash_prefix(int(s) % 2**64, int(p)) for s, p in pairs], dtype=np.uint32)
 
 
-def _rows(logits: Tensor, temperatures: Sequence[float]) -> Any:
-    """Each row as logits/T in float32. The array is reused: take what you need before the next one."""
-    scaled = np.empty(logits.shape[1], dtype=np.float32)
-    done = 0
-    for block in logits.detach().split(_ROWS):
-        values = block.to(torch.float32).contiguous().numpy()
-        for z in values:
-            temperature = np.float32(temperatures[done])
-            yield z if temperature == 1 else np.divide(z, temperature, out=scaled)
-            done += 1
+def _blocks(logits: Tensor, temperatures: Sequence[float]) -> Iterator[tuple[int, Floats]]:
+    """(first row, logits/T in float32) of a few rows at a time."""
+    scale = torch.tensor(temperatures, dtype=torch.float32).view(-1, 1)
+    plain = bool((scale == 1).all())
+    for start in range(0, len(logits), _ROWS):
+        block = logits[start : start + _ROWS].detach().to(torch.float32).contiguous()
+        yield start, (block if plain else block / scale[start : start + _ROWS]).numpy()
 
 
 def dense_noise(prefixes: Words, vocabulary: int, device: torch.device | str) -> Tensor:
@@ -262,7 +299,7 @@ def _sample_dense(logits: Tensor, prefixes: Words, temperatures: Sequence[float]
 
 
 def _margins_dense(
-    logits: Tensor, prefixes: Words, claimed: Sequence[int], temperatures: Sequence[float]
+    logits: Tensor, prefixes: Words, claimed: Ids, temperatures: Sequence[float]
 ) -> MarginResult:
     if not bool(torch.isfinite(logits).all()):
         raise EngineError("the verifier's logits are not finite: this trace was not judged")
@@ -270,7 +307,7 @@ def _margins_dense(
     for index, block in enumerate(logits.split(_ROWS)):
         z, scores = _dense(block, prefixes, temperatures, index * _ROWS)
         start = index * _ROWS
-        y = torch.tensor(claimed[start : start + len(block)], device=logits.device).view(-1, 1)
+        y = torch.from_numpy(claimed[start : start + len(block)]).to(logits.device).view(-1, 1)
         found.append(scores.amax(dim=1) - scores.gather(1, y)[:, 0])
         logprobs.append(torch.log_softmax(z, dim=1).gather(1, y)[:, 0])
     return MarginResult(torch.cat(found), torch.cat(logprobs))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bits = NDArray[np.uint16]
-Hidden = "Tensor | Bits"
+Polynomial = tuple[int, NDArray[np.int64]]  # modulus, coefficients ascending
 
 NO_MANTISSA: Final = 128.0  # reported where no exponent agrees: one more than the largest error
 _EXPONENT: Final = 0x7F80  # all ones: infinity or NaN
@@ -107,15 +107,11 @@ def compare_many(
 
     One malformed proof raises for the whole batch: parse a trace's proofs first (`check_form`).
     """
-    for hidden, proofs in pairs:
-        check_form(proofs, len(hidden), hidden.shape[1], k)
+    parsed = [check_form(proofs, len(hidden), hidden.shape[1], k) for hidden, proofs in pairs]
     results: list[dict[int, ChunkResult]] = [{} for _ in pairs]
     for group in _batches([hidden for hidden, _ in pairs]):
-        values = np.stack([chunk.bits for chunk in group])
-        parsed = [
-            parse_proof(pairs[c.trace][1][c.start // PROOF_CHUNK_TOKENS], len(c.bits), k) for c in group
-        ]
-        for chunk, result in zip(group, _compare(values, parsed, group, k), strict=True):
+        polynomials = [parsed[chunk.trace][chunk.start // PROOF_CHUNK_TOKENS] for chunk in group]
+        for chunk, result in zip(group, _compare(group, polynomials, k), strict=True):
             results[chunk.trace][chunk.start] = result
     return [[trace[start] for start in sorted(trace)] for trace in results]
 
@@ -124,20 +120,22 @@ def count_chunks(tokens: int) -> int:
     return -(-tokens // PROOF_CHUNK_TOKENS)
 
 
-def check_form(proofs: Sequence[bytes], tokens: int, hidden: int, k: int = PROOF_TOP_K) -> None:
-    """Refuse, with the exact reason, proofs that cannot be those of `tokens` positions. Needs no model."""
+def check_form(proofs: Sequence[bytes], tokens: int, hidden: int, k: int = PROOF_TOP_K) -> list[Polynomial]:
+    """Parse the proofs of `tokens` positions, or refuse them with the exact reason. Needs no model."""
     # SPEC 10: a trace carries exactly ⌈L/32⌉ proofs.
     if len(proofs) != count_chunks(tokens):
         raise ProofError(f"{len(proofs)} proofs for {tokens} tokens, which need {count_chunks(tokens)}")
+    parsed = []
     for index, proof in enumerate(proofs):
         length = min(PROOF_CHUNK_TOKENS, tokens - index * PROOF_CHUNK_TOKENS)
         try:
-            parse_proof(proof, length * hidden, k)
+            parsed.append(parse_proof(proof, length * hidden, k))
         except ProofError as error:
             raise ProofError(f"proof {index}: {error}") from None
+    return parsed
 
 
-def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> tuple[int, NDArray[np.int64]]:
+def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> Polynomial:
     """Modulus and coefficients, ascending, of one proof over `chunk_values` = positions × hidden values."""
     terms = min(k, chunk_values)
     # SPEC 10: a proof is 2 + 2k bytes, k = min(128, values).
@@ -162,11 +160,11 @@ def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> tuple[i
 def _degenerate(coefficients: NDArray[np.int64]) -> str | None:
     """Why these cannot be an honest polynomial's coefficients, which are as good as random in the field."""
     # SPEC 10: not zero, not constant, and at most one coefficient in eight is zero.
-    if not coefficients.any():
+    zeros = len(coefficients) - int(np.count_nonzero(coefficients))
+    if zeros == len(coefficients):
         return "the polynomial is zero"
     if len(coefficients) > 1 and not coefficients[1:].any():
         return "the polynomial is constant"
-    zeros = int(np.count_nonzero(coefficients == 0))
     if zeros > max(1, len(coefficients) // 8):
         return f"{zeros} of {len(coefficients)} coefficients are zero, as in no honest polynomial"
     return None
@@ -229,17 +227,17 @@ def _top_indices(values: Bits, k: int) -> NDArray[np.int64]:
     """Indices [chunks, k], ascending, of the k largest by absolute value, ties to the lower index."""
     chunks, size = values.shape
     magnitude = values & np.uint16(0x7FFF)
-    highest = int(magnitude.max(initial=0))
-    if highest >= _EXPONENT:
+    if int(magnitude.max(initial=0)) >= _EXPONENT:
         raise EngineError("a hidden state is NaN or infinite: no proof can be made or checked")
     if size <= k:
-        return np.broadcast_to(np.arange(size), (chunks, size)).copy()
-    found = np.empty((chunks, k), dtype=np.int64)
-    floor = _floor(magnitude, k)
-    for chunk in range(chunks):
-        candidates = np.flatnonzero(magnitude[chunk] >= floor[chunk])
-        found[chunk] = _select(candidates, magnitude[chunk, candidates], k)
-    return found
+        return np.tile(np.arange(size), (chunks, 1))
+    candidates = np.flatnonzero(magnitude >= _floor(magnitude, k)[:, None])
+    first = np.searchsorted(candidates, np.arange(chunks) * size)
+    chunk = np.repeat(np.arange(chunks), np.diff(first, append=len(candidates)))
+    # SPEC 10: the largest first, ties to the lower index. One sort orders (chunk, −magnitude, index).
+    below = 0x7FFF - magnitude.reshape(-1)[candidates].astype(np.int64)
+    ranked = np.sort((chunk * 2**15 + below) * size + (candidates - chunk * size))
+    return np.sort(ranked[first[:, None] + np.arange(k)] % size, axis=1)
 
 
 def _floor(magnitude: Bits, k: int) -> Bits:
@@ -250,16 +248,8 @@ def _floor(magnitude: Bits, k: int) -> Bits:
         return np.zeros(chunks, dtype=np.uint16)
     used = size // groups * groups
     maxima = magnitude[:, :used].reshape(chunks, used // groups, groups).max(axis=1)
-    return np.partition(maxima, groups - k, axis=1)[:, groups - k]
-
-
-def _select(candidates: NDArray[np.int64], magnitude: Bits, k: int) -> NDArray[np.int64]:
-    least = np.partition(magnitude, len(magnitude) - k)[len(magnitude) - k]
-    chosen = magnitude > least
-    # SPEC 10: ties at the last rank go to the lower index.
-    equal = np.flatnonzero(magnitude == least)[: k - int(np.count_nonzero(chosen))]
-    chosen[equal] = True
-    return candidates[chosen]
+    floor: Bits = np.partition(maxima, groups - k, axis=1)[:, groups - k]
+    return floor
 
 
 def _modulus(indices: NDArray[np.int64]) -> int:
@@ -277,7 +267,7 @@ def _build(values: Bits, k: int) -> list[bytes]:
     moduli = [PROOF_FIELD if small else _modulus(row) for row in indices]
     x = indices if small else indices % np.array(moduli)[:, None]
     y = np.take_along_axis(values, indices, axis=1)
-    coefficients = np.ascontiguousarray(interpolate(np.ascontiguousarray(x.T), y.T).T)
+    coefficients = interpolate(x, y)
     for row in coefficients:
         reason = _degenerate(row)
         if reason:
@@ -286,35 +276,45 @@ def _build(values: Bits, k: int) -> list[bytes]:
     return [m.to_bytes(2, "big") + row.tobytes() for m, row in zip(moduli, body, strict=True)]
 
 
-def _compare(
-    values: Bits, parsed: list[tuple[int, NDArray[np.int64]]], group: list[_Chunk], k: int
-) -> list[ChunkResult]:
+def _compare(group: list[_Chunk], polynomials: list[Polynomial], k: int) -> list[ChunkResult]:
+    """Each chunk's proof at our own top indices, and at up to 32 indices beside them."""
+    values = np.stack([chunk.bits for chunk in group])
     indices = _top_indices(values, k)
-    moduli = np.array([modulus for modulus, _ in parsed])[:, None]
+    moduli = np.array([modulus for modulus, _ in polynomials])[:, None]
     x = indices % moduli
     beside = (indices[:, :_ELSEWHERE] + 1) % moduli
-    points = indices.shape[1]
-    claimed = evaluate(np.stack([c for _, c in parsed]), np.concatenate((x, beside), axis=1))
+    claimed = evaluate(np.stack([c for _, c in polynomials]), np.concatenate((x, beside), axis=1))
+    theirs, other = np.split(claimed, [indices.shape[1]], axis=1)
     ours = np.take_along_axis(values, indices, axis=1).astype(np.int64)
-    theirs = claimed[:, :points]
     agree = (ours ^ theirs) & _EXPONENT == 0
     signs = np.count_nonzero((ours ^ theirs) & 0x8000, axis=1)
     errors = np.abs((ours & 0x7F) - (theirs & 0x7F))
+    means, medians = _mantissa(errors, agree)
+    plausible = np.zeros((len(group), 256), dtype=np.bool_)
+    np.put_along_axis(plausible, (ours & _EXPONENT) >> 7, True, axis=1)
     outside = ~(beside[:, :, None] == x[:, None, :]).any(axis=2)
-    results = []
-    for row, chunk in enumerate(group):
-        found = errors[row, agree[row]]
-        plausible = np.isin(claimed[row, points:] & _EXPONENT, ours[row] & _EXPONENT)
-        results.append(
-            ChunkResult(
-                start=chunk.start,
-                length=chunk.length,
-                exponent_mismatches=points - len(found),
-                sign_mismatches=int(signs[row]),
-                mantissa_mean=float(found.mean()) if len(found) else NO_MANTISSA,
-                mantissa_median=float(np.median(found)) if len(found) else NO_MANTISSA,
-                compared=points,
-                elsewhere=int(np.count_nonzero(plausible & outside[row])),
-            )
+    hits = np.take_along_axis(plausible, (other & _EXPONENT) >> 7, axis=1) & outside
+    return [
+        ChunkResult(
+            start=chunk.start,
+            length=chunk.length,
+            exponent_mismatches=int(np.count_nonzero(~agree[row])),
+            sign_mismatches=int(signs[row]),
+            mantissa_mean=float(means[row]),
+            mantissa_median=float(medians[row]),
+            compared=indices.shape[1],
+            elsewhere=int(np.count_nonzero(hits[row])),
         )
-    return results
+        for row, chunk in enumerate(group)
+    ]
+
+
+def _mantissa(errors: NDArray[np.int64], agree: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Mean and median of each row's errors where the exponents agree."""
+    count = np.count_nonzero(agree, axis=1)
+    means = np.where(agree, errors, 0).sum(axis=1) / np.maximum(count, 1)
+    ordered = np.sort(np.where(agree, errors, 255), axis=1)
+    rows = np.arange(len(errors))
+    medians = (ordered[rows, np.maximum(count - 1, 0) // 2] + ordered[rows, count // 2 % errors.shape[1]]) / 2
+    nothing = count == 0
+    return np.where(nothing, NO_MANTISSA, means), np.where(nothing, NO_MANTISSA, medians)
