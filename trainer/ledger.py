@@ -262,7 +262,8 @@ _SUBMISSION_COLUMNS = (
 
 
 def _submission(row: Any) -> SubmissionRow:
-    return SubmissionRow(*row[:8], SubmissionState(row[8]), *row[9:])
+    fields = dict(zip(SubmissionRow.__slots__, row, strict=True))
+    return SubmissionRow(**{**fields, "state": SubmissionState(fields["state"])})
 
 
 class Ledger:

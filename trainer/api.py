@@ -1,0 +1,161 @@
+"""The page of a run: one HTML page, a JSON API and Prometheus metrics, as a process of its own.
+
+It only reads the ledger, so a slow browser can stall neither the network nor the learner. No login: it listens on
+loopback unless config says otherwise. Not here: what the figures mean (summary.py).
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from protocol.errors import UsageError
+from trainer import summary
+from trainer.ledger import Ledger
+from trainer.rundir import Run, open_run
+
+_WEB = Path(__file__).parent / "web"
+# Everything the page needs comes from this server; a node's id or an event's text can never become a script.
+_CONTENT_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
+
+
+class State:
+    """The ledger as the page reads it: one read-only connection, one reader at a time, cached for a moment so
+    that many open browsers cost no more than one."""
+
+    _FRESH_SECONDS = 0.5
+
+    def __init__(self, run: Run) -> None:
+        self._ledger = Ledger(run.folder.ledger, read_only=True)
+        self._lock = threading.Lock()
+        self._summary: dict[str, Any] = {}
+        self._taken = -self._FRESH_SECONDS
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            if time.monotonic() - self._taken >= self._FRESH_SECONDS:
+                self._summary = summary.summary(self._ledger, time.time_ns() // 1_000_000)
+                self._taken = time.monotonic()
+            return self._summary
+
+    def read(self, view: Callable[..., list[dict[str, Any]]], *arguments: Any) -> list[dict[str, Any]]:
+        with self._lock:
+            return view(self._ledger, *arguments)
+
+
+def make_app(run: Run) -> FastAPI:
+    """The application over one run folder."""
+    state = State(run)
+    app = FastAPI(title=f"rlcommons run {run.genesis.name}", docs_url=None, redoc_url=None)
+    registry = CollectorRegistry()
+    registry.register(_Metrics(state))
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = await call_next(request)
+        response.headers["Content-Security-Policy"] = _CONTENT_POLICY
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    @app.get("/api/state")
+    def get_state() -> dict[str, Any]:
+        """The run now: version, reward, staleness, counts, nodes."""
+        address = run.folder.address.read_text().strip() if run.folder.address.exists() else None
+        return {"name": run.genesis.name, "run": run.run.hex(), "address": address, **state.summary()}
+
+    @app.get("/api/steps")
+    def get_steps(after: int = Query(-1, ge=-1)) -> list[dict[str, Any]]:
+        """One row a learner step after version `after`."""
+        return state.read(summary.history, after)
+
+    @app.get("/api/refusals")
+    def get_refusals(most: int = Query(50, ge=1, le=500)) -> list[dict[str, Any]]:
+        """The newest refused traces with their reasons."""
+        return state.read(summary.refusals, most)
+
+    @app.get("/api/events")
+    def get_events(most: int = Query(50, ge=1, le=500)) -> list[dict[str, Any]]:
+        """What happened, newest first."""
+        return state.read(summary.events, most)
+
+    @app.get("/metrics")
+    def get_metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.mount("/", StaticFiles(directory=_WEB, html=True))
+    return app
+
+
+class _Metrics:
+    """Prometheus metrics, computed at each scrape."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._state.summary()
+        gauges = {
+            "policy_version": ("Latest published policy version", now["version"]),
+            "reward_mean": ("Mean reward of the latest trained traces", now["reward_mean"]),
+            "staleness_mean": ("Mean staleness of the latest trained traces, in versions", now["staleness_mean"]),
+            "tokens_per_second": ("Tokens received, generated and observed", now["tokens_per_second"]),
+            "traces_per_second": ("Traces received", now["traces_per_second"]),
+            "audits_waiting": ("Traces waiting for their audit", now["audits_waiting"]),
+            "nodes_connected": ("Nodes with a session", sum(node["connected"] for node in now["nodes"])),
+        }
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"rlcommons_{name}", text, value=value)
+        verdicts = CounterMetricFamily("rlcommons_verdicts", "Verdicts given", labels=["outcome", "reason"])
+        verdicts.add_metric(["ACCEPTED", ""], now["accepted"])
+        verdicts.add_metric(["NOT_JUDGED", ""], now["not_judged"])
+        for reason, count in now["refusals"].items():
+            verdicts.add_metric(["REFUSED", reason], count)
+        yield verdicts
+        groups = GaugeMetricFamily("rlcommons_groups", "Groups by state", labels=["state"])
+        for name, count in now["groups"].items():
+            groups.add_metric([name], count)
+        yield groups
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError naming the address when it is taken."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"the page cannot listen on {host}:{port} ({error.strerror}): set page_port in config.toml"
+        ) from None
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m trainer.api RUN`: serve until standard input ends."""
+    run = open_run(Path(arguments[0]))
+    listener = bind(run.config.page_host, run.config.page_port)
+    run.folder.page.write_text(f"http://{run.config.page_host}:{listener.getsockname()[1]}/\n")
+    server = uvicorn.Server(uvicorn.Config(make_app(run), log_level="warning", lifespan="off"))
+
+    def stop_when_orphaned() -> None:
+        sys.stdin.buffer.read()  # returns when the supervisor's end of the pipe closes
+        server.should_exit = True
+
+    threading.Thread(target=stop_when_orphaned, daemon=True).start()
+    server.run(sockets=[listener])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""rltrainer: make a run, serve it to nodes, look at it, export traces."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """exit codes:
+  0    done
+  2    wrong arguments or settings, or a folder that is not a run
+  3    this machine failed (disk, memory, a process that would not start)
+  130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    from protocol.errors import PolicyError, RLCommonsError, UsageError
+
+    try:
+        code: int = options.command(options)
+        return code
+    except RLCommonsError as error:
+        print(f"rltrainer: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | PolicyError) else 3
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rltrainer",
+        description="Reinforcement learning on rollouts from nodes you need not trust.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    init = commands.add_parser("init", help="make a run: key, genesis, settings and first policy")
+    init.add_argument("run", type=Path, help="folder to make")
+    init.add_argument(
+        "--policy", default="embedded", help="a model folder, hub:ORG/NAME, or 'embedded' (default: a 0.1M demo policy)"
+    )
+    init.add_argument("--name", default="", help="name of the run (default: the folder's)")
+    init.add_argument(
+        "--environment", action="append", default=[], metavar="NAME[:PARAMETERS][=WEIGHT]",
+        help="task to train on, may be given several times (default tools8@1)",
+    )  # fmt: skip
+    init.add_argument("--preset", choices=("none", "embedded", "smollm2"), help="settings that suit a shipped policy")
+    init.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", dest="settings",
+        help="a setting of trainer/config.py, e.g. --set learning_rate=1e-6; kept in RUN/config.toml",
+    )  # fmt: skip
+    init.set_defaults(command=_init)
+
+    serve = commands.add_parser("serve", help="serve the run to nodes, verify, learn and publish")
+    serve.add_argument("run", type=Path)
+    serve.add_argument("--json", action="store_true", help="one JSON object a line instead of the live view")
+    serve.set_defaults(command=_serve)
+
+    status = commands.add_parser("status", help="show the state of a run, served or not")
+    status.add_argument("run", type=Path)
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.set_defaults(command=_status)
+
+    export = commands.add_parser("export-trace", help="write one trace as a file for `rlverify check`")
+    export.add_argument("run", type=Path)
+    export.add_argument("-o", "--out", type=Path, default=Path("trace.msgpack"), help="default trace.msgpack")
+    export.add_argument("--digest", help="first hex digits of the trace's digest (default: the newest)")
+    export.add_argument("--refused", action="store_true", help="the newest refused trace instead of an accepted one")
+    export.add_argument("--json", action="store_true", help="print one JSON object")
+    export.set_defaults(command=_export)
+    return parser
+
+
+def _init(options: argparse.Namespace) -> int:
+    from protocol import identity
+    from trainer.config import config_from
+    from trainer.init import init_run
+    from trainer.presets import PRESETS
+
+    preset = options.preset or ("embedded" if options.policy == "embedded" else "none")
+    table = {**PRESETS[preset], **dict(_setting(text) for text in options.settings)}
+    run = init_run(
+        options.run,
+        name=options.name or options.run.resolve().name,
+        policy=options.policy,
+        environments=tuple(_environment(text) for text in options.environment or ["tools8@1"]),
+        config=config_from(table, "--set"),
+    )
+    print(f"run      {options.run}  ({run.run.hex()[:16]}…)")
+    print(f"trainer  {identity.peer_id(run.genesis.trainer)}")
+    print(f"policy   version 0, root {run.genesis.first_policy_root.hex()[:16]}…")
+    print(f"settings {run.folder.config}")
+    print(f"next     rltrainer serve {options.run}")
+    return 0
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    from protocol.errors import UsageError
+
+    name, mark, value = text.partition("=")
+    if not mark:
+        raise UsageError(f"--set {text}: write FIELD=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _environment(text: str) -> Any:
+    """NAME[:PARAMETERS][=WEIGHT]; a name itself may hold a colon before its @version."""
+    from protocol.environments.base import load
+    from protocol.errors import UsageError
+    from protocol.run import EnvironmentShare
+
+    body, mark, weight = text.rpartition("=")
+    if not mark:
+        body, weight = text, "1"
+    if not weight.isdecimal() or not 0 < int(weight) <= 1_000_000:
+        raise UsageError(f"--environment {text}: the weight must be a whole number from 1 to 1000000")
+    head, at, tail = body.partition("@")
+    version, _, parameters = tail.partition(":")
+    name = head + at + version
+    load(name, parameters)
+    return EnvironmentShare(name, parameters, int(weight))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from trainer.serve import serve
+
+    code: int = serve(options.run, as_json=options.json)
+    return code
+
+
+def _status(options: argparse.Namespace) -> int:
+    from trainer.ledger import Ledger
+    from trainer.rundir import open_run
+    from trainer.summary import summary
+
+    run = open_run(options.run)
+    found = summary(Ledger(run.folder.ledger, read_only=True), time.time_ns() // 1_000_000)
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    from rich.console import Console
+
+    from trainer.view import render
+
+    Console().print(render(run, found))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from trainer.export import export_trace
+    from trainer.ledger import Ledger, SubmissionState
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    ledger = Ledger(run.folder.ledger, read_only=True)
+    state = SubmissionState.REFUSED if options.refused else SubmissionState.ACCEPTED
+    chosen = export_trace(run, ledger, options.out, digest=options.digest, state=state)
+    policy = run.folder.policy(chosen.policy_version)
+    if options.json:
+        print(json.dumps({"file": str(options.out), "trace": chosen.digest.hex(), "policy": str(policy)}))
+    else:
+        print(f"{options.out}: trace {chosen.digest.hex()[:16]}…, policy version {chosen.policy_version}")
+        print(f"check it: rlverify check {options.out} --policy {policy}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

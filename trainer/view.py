@@ -1,0 +1,87 @@
+"""The live view of a run in a terminal: what a person wants to see while it learns.
+
+Not here: where the figures come from (summary.py) and who refreshes the view (serve.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainer.rundir import Run
+
+
+def render(run: Run, found: dict[str, Any]) -> RenderableType:
+    """A summary (summary.summary) as a rich renderable."""
+    return Group(_headline(run, found), _figures(found), _nodes(found), *_notes(run, found))
+
+
+def line(found: dict[str, Any]) -> str:
+    """The summary as one plain line, for a log or a pipe."""
+    refused = ", ".join(f"{reason} {count}" for reason, count in found["refusals"].items())
+    connected = sum(node["connected"] for node in found["nodes"])
+    return (
+        f"{time.strftime('%H:%M:%S')}  version {found['version']}  reward {_number(found['reward_mean'], 3)}  "
+        f"admitted {found['accepted']}  refused {found['refused']}{f' ({refused})' if refused else ''}  "
+        f"{found['tokens_per_second']:,.0f} tokens/s  staleness {_number(found['staleness_mean'], 1)}  nodes {connected}"
+    )
+
+
+def _headline(run: Run, found: dict[str, Any]) -> Text:
+    text = Text(run.genesis.name, style="bold")
+    text.append(f"  run {run.run.hex()[:16]}…  policy version ", style="dim")
+    text.append(str(found["version"]), style="bold cyan")
+    return text
+
+
+def _figures(found: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 3))
+    refused = ", ".join(f"{reason} {count}" for reason, count in found["refusals"].items())
+    table.add_row(
+        f"mean reward [bold]{_number(found['reward_mean'], 3)}[/]",
+        f"admitted [bold green]{found['accepted']:,}[/]",
+        f"refused [bold red]{found['refused']:,}[/] {refused}",
+    )
+    table.add_row(
+        f"{found['tokens_per_second']:,.0f} tokens/s",
+        f"audited {found['audited']:,} (waiting {found['audits_waiting']})",
+        f"staleness {_number(found['staleness_mean'], 1)} (most {_number(found['staleness_max'], 0)}) versions",
+    )
+    return table
+
+
+def _nodes(found: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("node", "", "policy", "tokens/s", "busy", "accepted", "refused", "audits", "engine"):
+        table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
+    for node in found["nodes"][:12]:
+        state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
+        audits = f"{node['audits_passed']}" + (
+            f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
+        )
+        table.add_row(
+            "…" + node["node"][-10:], state, _number(node["policy_version"], 0), f"{node['tokens_per_second']:,.0f}",
+            f"{node['slots_busy']}/{node['slots_total']}", f"{node['accepted']:,}", f"{node['refused']:,}", audits,
+            Text(node["engine"], style="dim"),
+        )  # fmt: skip
+    return table
+
+
+def _notes(run: Run, found: dict[str, Any]) -> list[Text]:
+    notes = []
+    if run.folder.address.exists():
+        notes.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim", overflow="fold"))
+    if run.folder.page.exists():
+        notes.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
+    if found["dropped"]:
+        causes = ", ".join(f"{cause} {count}" for cause, count in found["dropped"].items())
+        notes.append(Text(f"groups given up: {causes}", style="dim"))
+    return notes
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,133 @@
+// Draws the state of a run from the JSON API, once a second. Text from nodes is only ever set as text.
+"use strict";
+
+const PERIOD_MS = 1000;
+const steps = [];
+
+const at = (id) => document.getElementById(id);
+const number = (value, digits = 0) =>
+  value === null || value === undefined ? "–" : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const time = (ms) => new Date(ms).toLocaleTimeString();
+const tail = (peer) => "…" + peer.slice(-10);
+
+async function get(path) {
+  const response = await fetch(path, { signal: AbortSignal.timeout(10000) });
+  if (!response.ok) throw new Error(path + " answered " + response.status);
+  return response.json();
+}
+
+function figures(state) {
+  const shown = [
+    ["policy version", number(state.version)],
+    ["mean reward", number(state.reward_mean, 3)],
+    ["traces admitted", number(state.accepted)],
+    ["traces refused", number(state.refused)],
+    ["audited", number(state.audited)],
+    ["tokens a second", number(state.tokens_per_second)],
+    ["staleness", number(state.staleness_mean, 1)],
+    ["nodes", number(state.nodes.filter((node) => node.connected).length)],
+  ];
+  at("figures").replaceChildren(...shown.map(([label, value]) => {
+    const box = document.createElement("div");
+    box.className = "figure";
+    const strong = document.createElement("b");
+    strong.textContent = value;
+    const name = document.createElement("span");
+    name.textContent = label;
+    box.append(strong, name);
+    return box;
+  }));
+}
+
+function fill(table, rows) {
+  at(table).tBodies[0].replaceChildren(...rows.map((cells) => {
+    const row = document.createElement("tr");
+    for (const [text, kind, title] of cells) {
+      const cell = document.createElement("td");
+      cell.textContent = text;
+      if (kind) cell.className = kind;
+      if (title) cell.title = title;
+      row.append(cell);
+    }
+    return row;
+  }));
+}
+
+function nodeRow(node) {
+  return [
+    [tail(node.node), "", node.node],
+    [node.connected ? "connected" : "away", node.connected ? "good" : "soft"],
+    [number(node.policy_version), "n"],
+    [number(node.tokens_per_second), "n"],
+    [node.slots_busy + "/" + node.slots_total, "n"],
+    [number(node.accepted), "n"],
+    [number(node.refused), node.refused ? "n bad" : "n"],
+    [number(node.audits_passed) + (node.audits_failed ? " (" + node.audits_failed + " failed)" : ""), node.audits_failed ? "n bad" : "n"],
+    [number(node.expired), "n"],
+    [node.engine, "soft"],
+  ];
+}
+
+function element(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function chart(id, values, top) {
+  const svg = at(id);
+  const width = svg.clientWidth || 400, height = svg.clientHeight || 190, left = 34, foot = 18;
+  const highest = Math.max(top, ...values.map((point) => point[1]));
+  const first = values.length ? values[0][0] : 0, last = values.length ? values[values.length - 1][0] : 1;
+  const x = (version) => left + (width - left - 4) * (version - first) / Math.max(1, last - first);
+  const y = (value) => 6 + (height - foot - 6) * (1 - value / highest);
+  const parts = [];
+  for (const share of [0, 0.5, 1]) {
+    const value = highest * share;
+    parts.push(element("line", { class: "grid", x1: left, x2: width, y1: y(value), y2: y(value) }));
+    parts.push(element("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, highest > 4 ? 0 : 1)));
+  }
+  if (values.length) {
+    parts.push(element("text", { x: left, y: height - 2 }, "v" + first));
+    parts.push(element("text", { x: width, y: height - 2, "text-anchor": "end" }, "v" + last));
+    const path = values.map(([version, value], i) => (i ? "L" : "M") + x(version).toFixed(1) + " " + y(value).toFixed(1)).join("");
+    parts.push(element("path", { class: "curve", d: path }));
+  }
+  svg.replaceChildren(...parts);
+}
+
+async function refresh() {
+  const after = steps.length ? steps[steps.length - 1].version : -1;
+  const [state, fresh, refused, happened] = await Promise.all([
+    get("api/state"), get("api/steps?after=" + after), get("api/refusals?most=30"), get("api/events?most=30"),
+  ]);
+  steps.push(...fresh);
+  document.title = state.name + " · v" + state.version;
+  at("name").textContent = state.name;
+  figures(state);
+  chart("reward", steps.map((step) => [step.version, step.reward_mean]), 1);
+  chart("staleness", steps.map((step) => [step.version, step.staleness_mean]), 4);
+  at("join").textContent = state.address ? "rlnode join " + state.address : "the gateway is starting…";
+  fill("nodes", state.nodes.map(nodeRow));
+  const reasons = Object.entries(state.refusals).map(([reason, count]) => reason + " " + count);
+  at("reasons").textContent = reasons.length ? reasons.join(" · ") : "none so far";
+  fill("refusals", refused.map((each) => [[time(each.judged_ms), "soft"], [each.reason, "bad"], [tail(each.node), "", each.node], [each.digest.slice(0, 16) + "…", "soft", each.digest]]));
+  fill("events", happened.map((each) => [[time(each.at_ms), "soft"], [each.kind], [each.text, "wide"]]));
+}
+
+async function run() {
+  const status = at("connection");
+  try {
+    await refresh();
+    status.textContent = "live";
+    status.className = "";
+  } catch (error) {
+    status.textContent = "no answer from the trainer, trying again (" + error.message + ")";
+    status.className = "lost";
+  }
+  setTimeout(run, PERIOD_MS);
+}
+
+at("copy").addEventListener("click", () => navigator.clipboard.writeText(at("join").textContent));
+run();

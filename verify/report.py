@@ -1,0 +1,113 @@
+"""A verdict for people and for scripts, and whether two verdicts agree (SPEC 14).
+
+Not here: reaching a verdict (audit.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from protocol import identity
+from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What this machine found of one trace. `audited`: the checks that need the policy were run."""
+
+    outcome: Outcome
+    reason: Reason | None
+    checks: tuple[Check, ...]
+    audited: bool
+    reward: float | None
+    verifier: Fingerprint
+    detail: str = ""
+
+
+def disagreement(ours: Judged, theirs: Verdict) -> str | None:
+    """Why the trainer's verdict is not ours, naming the check; None when they agree.
+
+    Measured values may differ within the limits, so outcomes are compared, check by check; a check only one
+    side ran is no disagreement.
+    """
+    mine = {check.name: check for check in ours.checks}
+    for check in theirs.checks:
+        other = mine.get(check.name)
+        if other is None or CheckOutcome.SKIPPED in (check.outcome, other.outcome):
+            continue
+        if other.outcome is not check.outcome:
+            return f"check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
+    if theirs.outcome is Outcome.NOT_JUDGED:
+        return None
+    if ours.outcome is not theirs.outcome and (theirs.audited or ours.outcome is Outcome.ACCEPTED):
+        return f"the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
+    return None
+
+
+def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, Any]:
+    """SPEC 14: the JSON verdict of `rlverify check --json`."""
+    why = None if theirs is None else disagreement(ours, theirs)
+    return {
+        "spec": "1.0",
+        "trace": digest.hex(),
+        "outcome": str(ours.outcome),
+        "reason": None if ours.reason is None else str(ours.reason),
+        "detail": ours.detail,
+        "audited": ours.audited,
+        "reward": ours.reward,
+        "checks": [
+            {
+                "name": check.name,
+                "outcome": str(check.outcome),
+                "reason": None if check.reason is None else str(check.reason),
+                "value": check.value,
+                "limit": check.limit,
+                "span": None if check.start is None else [check.start, check.end],
+                "detail": check.detail,
+            }
+            for check in ours.checks
+        ],
+        "verifier": {name: getattr(ours.verifier, name) for name in ("software", "engine", "dtype", "device")},
+        "trainer": None
+        if theirs is None
+        else {
+            "outcome": str(theirs.outcome),
+            "reason": None if theirs.reason is None else str(theirs.reason),
+            "audited": theirs.audited,
+            "agrees": why is None,
+            "disagreement": why,
+        },
+    }
+
+
+def print_verdict(ours: Judged, node: bytes, theirs: Verdict | None) -> None:
+    """The checks as a table, then the outcome in one line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("check", "", "value", "limit", "tokens", "detail"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("value", "limit") else "left")
+    styles = {CheckOutcome.PASSED: "green", CheckOutcome.FAILED: "bold red", CheckOutcome.SKIPPED: "dim"}
+    for check in ours.checks:
+        style = styles[check.outcome]
+        span = "" if check.start is None else f"{check.start}:{check.end}"
+        words = check.outcome.lower()
+        table.add_row(
+            check.name, f"[{style}]{words}[/]", _number(check.value), _number(check.limit), span, check.detail
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    colour = {Outcome.ACCEPTED: "green", Outcome.REFUSED: "red", Outcome.NOT_JUDGED: "yellow"}[ours.outcome]
+    reason = f" ({ours.reason}{': ' + ours.detail if ours.detail else ''})" if ours.reason else ""
+    audited = "" if ours.audited or ours.outcome is not Outcome.ACCEPTED else " by the checks that need no model"
+    console.print(f"[bold {colour}]{ours.outcome}[/]{audited}{reason} — node {identity.peer_id(node)}")
+    if theirs is not None:
+        why = disagreement(ours, theirs)
+        said = f"{theirs.outcome}{f' ({theirs.reason})' if theirs.reason else ''}"
+        console.print(f"trainer's verdict: {said}: " + ("agrees" if why is None else f"[bold red]disagrees[/]: {why}"))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
