@@ -42,7 +42,7 @@ def choose_trace(ledger: Ledger, *, digest: str | None, state: SubmissionState) 
 
 def trace_file(run: Run, ledger: Ledger, submission: SubmissionRow) -> bytes:
     """The canonical bytes of the trace file: genesis, lease, trace, receipt and the newest verdict."""
-    verdict = ledger.verdict(submission.digest)
+    verdict = ledger.verdict(submission.digest, submission.node)
     return codec.encode(
         TraceFile(
             genesis=run.signed_genesis,

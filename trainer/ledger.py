@@ -150,6 +150,19 @@ class SlotRow:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenSlot:
+    """A slot of an open group, with what of its group decides who may draw it."""
+
+    group_id: bytes
+    policy_version: int
+    created_ms: int
+    slot: int
+    state: SlotState
+    node: bytes | None
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
 class SubmissionRow:
     """`trace`, `lease` and `receipt` are canonical bytes of Signed."""
 
@@ -380,6 +393,33 @@ class Ledger:
         )
         return [SlotRow(group_id, r[0], _number(r[1]), SlotState(r[2]), r[3], r[4]) for r in rows]
 
+    def group(self, group_id: bytes) -> tuple[GroupRow, GroupState] | None:
+        row = self._db.execute(f"SELECT {_GROUP_COLUMNS}, state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return None if row is None else (_group(row), GroupState(row[9]))
+
+    def open_slots(self) -> list[OpenSlot]:
+        """Every slot of every open group, oldest group first."""
+        rows = self._db.execute(
+            "SELECT g.group_id, g.policy_version, g.created_ms, s.slot, s.state, s.node, s.attempts "
+            "FROM groups g JOIN slots s ON s.group_id = g.group_id WHERE g.state = ? "
+            "ORDER BY g.created_ms, g.group_id, s.slot",
+            (GroupState.OPEN,),
+        )
+        return [OpenSlot(r[0], r[1], r[2], r[3], SlotState(r[4]), r[5], r[6]) for r in rows]
+
+    def refused_answers(self) -> list[tuple[bytes, int, bytes]]:
+        """(group, slot, node) of every refused submission of an open group."""
+        return self._db.execute(
+            "SELECT s.group_id, s.slot, s.node FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            "WHERE g.state = ? AND s.state = ?",
+            (GroupState.OPEN, SubmissionState.REFUSED),
+        ).fetchall()
+
+    def groups_made(self) -> int:
+        """Groups of the whole run, in any state."""
+        count: int = self._db.execute("SELECT COUNT(*) FROM groups").fetchone()[0]
+        return count
+
     def count_groups(self, state: GroupState) -> int:
         count: int = self._db.execute("SELECT COUNT(*) FROM groups WHERE state = ?", (state,)).fetchone()[0]
         return count
@@ -475,6 +515,19 @@ class Ledger:
         """The canonical Signed receipt given for a trace digest, if one was."""
         row = self._db.execute("SELECT receipt FROM submissions WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else row[0]
+
+    def slot(self, group_id: bytes, slot: int) -> tuple[SlotState, bytes | None] | None:
+        """(state, lease that holds or answered it) of a slot."""
+        row = self._db.execute(
+            "SELECT state, lease_id FROM slots WHERE group_id = ? AND slot = ?", (group_id, slot)
+        ).fetchone()
+        return None if row is None else (SlotState(row[0]), row[1])
+
+    def answered(self, lease_id: bytes, slot: int) -> bool:
+        """Whether a slot was answered under this lease, whatever became of the answer."""
+        query = "SELECT 1 FROM submissions s JOIN leases l ON l.group_id = s.group_id WHERE l.lease_id = ? "
+        row = self._db.execute(query + "AND s.slot = ? AND s.lease_id = l.lease_id", (lease_id, slot)).fetchone()
+        return row is not None
 
     def next_sequence(self) -> int:
         """The sequence the next submission gets; valid inside `write()`."""
@@ -609,9 +662,11 @@ class Ledger:
     ) -> None:
         """A verdict, also for a trace that was never stored; counts on the node."""
         with self.write():
-            # A retro-audit judges a trace a second time: the node's count moves with the newest verdict.
+            # A retro-audit judges a trace a second time: the node's count moves with the newest verdict. By node
+            # too: whoever submits another's trace must not touch the verdicts on it.
             earlier = self._db.execute(
-                "SELECT outcome FROM verdicts WHERE digest = ? ORDER BY sequence DESC LIMIT 1", (digest,)
+                "SELECT outcome FROM verdicts WHERE digest = ? AND node = ? ORDER BY sequence DESC LIMIT 1",
+                (digest, node),
             ).fetchone()
             columns = {SubmissionState.ACCEPTED: "accepted", SubmissionState.REFUSED: "refused"}
             if earlier is not None and (column := columns.get(SubmissionState(earlier[0]))):
@@ -631,10 +686,10 @@ class Ledger:
             (node, cursor, most),
         ).fetchall()
 
-    def verdict(self, digest: bytes) -> bytes | None:
-        """The newest canonical Signed verdict on a trace digest."""
+    def verdict(self, digest: bytes, node: bytes) -> bytes | None:
+        """The newest canonical Signed verdict on a trace digest that a node submitted."""
         row = self._db.execute(
-            "SELECT signed FROM verdicts WHERE digest = ? ORDER BY sequence DESC LIMIT 1", (digest,)
+            "SELECT signed FROM verdicts WHERE digest = ? AND node = ? ORDER BY sequence DESC LIMIT 1", (digest, node)
         ).fetchone()
         return None if row is None else row[0]
 
@@ -801,6 +856,14 @@ class Ledger:
                 "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0 WHERE ? IS NULL OR node = ?",
                 (node, node),
             )
+
+    def latest_audits(self, node: bytes, most: int) -> list[bool]:
+        """The newest audits of a node, newest first, True where the trace was accepted."""
+        rows = self._db.execute(
+            "SELECT outcome FROM verdicts WHERE node = ? AND audited AND outcome != ? ORDER BY sequence DESC LIMIT ?",
+            (node, SubmissionState.NOT_JUDGED, most),
+        )
+        return [row[0] == SubmissionState.ACCEPTED for row in rows]
 
     def audit_record(self, node: bytes) -> tuple[int, int]:
         """(audits passed, audits failed) of a node."""

@@ -11,6 +11,8 @@ Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,10 @@ class RunFolder:
         return self.path / "keys" / "secret"
 
     @property
+    def policies(self) -> Path:
+        return self.path / "policies"
+
+    @property
     def learner(self) -> Path:
         return self.path / "learner"
 
@@ -68,7 +74,7 @@ class RunFolder:
         return self.path / "logs"
 
     def policy(self, version: int) -> Path:
-        return self.path / "policies" / f"v{version:08d}"
+        return self.policies / f"v{version:08d}"
 
     def step(self, version: int) -> Path:
         """The learner's state after it made policy `version`."""
@@ -107,3 +113,36 @@ def load_run_identity(run: Run) -> identity.Identity:
             f"{identity.peer_id(run.genesis.trainer)}: restore the right key"
         )
     return mine
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What only the gateway knows: who knew it could foresee seeds, tasks and audits."""
+
+    seeds: bytes  # 32 bytes bound into every slot's seed and into the stream of tasks
+    audit: bytes  # 32 bytes, the far end of the audit's hash chain (audit_draw.py)
+
+    def __repr__(self) -> str:
+        return "Secrets(…)"
+
+
+def save_secrets(secrets: Secrets, path: Path) -> None:
+    """Write the secrets' file (two lines of hex, mode 0600). Never overwrites."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(f"{secrets.seeds.hex()}\n{secrets.audit.hex()}\n")
+
+
+def load_secrets(run: Run) -> Secrets:
+    """Raises KeyFileError when the file is missing, readable by others, or not what init wrote."""
+    path = run.folder.secret
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise KeyFileError(f"the secrets {path} can be read by other users: run chmod 600 {path}")
+        seeds, audit = (bytes.fromhex(line) for line in path.read_text(encoding="ascii").split())
+    except (OSError, ValueError) as error:
+        raise KeyFileError(f"{path} cannot be read ({error}): restore it from a backup") from None
+    if len(seeds) != 32 or len(audit) != 32:
+        raise KeyFileError(f"{path} should hold two lines of 64 hex digits: restore it from a backup")
+    return Secrets(seeds, audit)
