@@ -30,6 +30,7 @@ class Reason(StrEnum):
     TOO_LONG = "TOO_LONG"  # more tokens than the lease allows
     TOKEN_RANGE = "TOKEN_RANGE"  # an id outside the policy's vocabulary
     POLICY = "POLICY"  # another version or root than leased
+    ENGINE = "ENGINE"  # of a dtype nobody has measured limits for
     STOP_RULE = "STOP_RULE"  # tokens after a stop token, or stopped too early
     OBSERVATION = "OBSERVATION"  # replay gives other observed tokens
     REWARD = "REWARD"  # replay gives another reward
@@ -129,9 +130,7 @@ def check_verdict(verdict: Verdict) -> None:
         of_ours = verdict.reason in NOT_JUDGED_REASONS
         fits = verdict.outcome is (Outcome.NOT_JUDGED if of_ours else Outcome.REFUSED)
     if not fits:
-        raise DecodeError(
-            Code.MALFORMED, f"a verdict cannot be {verdict.outcome} for the reason {verdict.reason}"
-        )
+        raise DecodeError(Code.MALFORMED, f"a verdict cannot be {verdict.outcome} for the reason {verdict.reason}")
     for check in verdict.checks:
         if (check.outcome is CheckOutcome.FAILED) != (check.reason is not None):
             raise DecodeError(Code.MALFORMED, f"check {check.name}: {check.outcome}, reason {check.reason}")

@@ -24,8 +24,8 @@ from verify.structure import PolicyShape, structure_findings
 from verify.thresholds import Limits
 
 CHEAP = (
-    "signature", "run", "lease", "slot", "deadline", "structure", "length", "token range", "policy", "proof form",
-    "stop rules", "observations", "reward",
+    "signature", "run", "lease", "slot", "deadline", "structure", "length", "token range", "policy", "engine",
+    "proof form", "stop rules", "observations", "reward",
 )  # fmt: skip
 DEAR = ("margins", "logprobs", "proofs")
 
@@ -50,7 +50,7 @@ def cheap_checks(
     tokenizer: Codec,
     received_ms: int | None,
 ) -> CheapResult:
-    """Every check that needs no model (SPEC 10.1 steps 1 to 10).
+    """Every check that needs no model (SPEC 10.1 steps 1 to 12).
 
     Raises EnvironmentFault or PolicyError when the replay fails on this side: the trace is then not judged.
     """
@@ -84,7 +84,7 @@ def _cheap_findings(
 
 
 def audit_checks(trace: Trace, lease: Lease, ours: Recomputed, limits: Limits) -> tuple[Check, ...]:
-    """The checks that need the policy (SPEC 10.1 steps 11 to 13): all of DEAR in order."""
+    """The checks that need the policy (SPEC 10.1 steps 13 to 15): all of DEAR in order."""
     return _in_order(DEAR, evidence_findings(trace, lease.temperature, ours, limits), "an earlier check failed")
 
 

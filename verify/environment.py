@@ -1,5 +1,5 @@
 """Replays the episode: turns stop where they must, observations and reward are the environment's own
-(SPEC 10.1 steps 8 to 10). Needs the policy's tokenizer and no model.
+(SPEC 10.1 steps 10 to 12). Needs the policy's tokenizer and no model.
 
 A fault of the environment or the tokenizer is raised, never found: it is this side's.
 """
@@ -42,19 +42,19 @@ def replay_trace(trace: Trace, lease: Lease, environment: Environment, tokenizer
 
 
 def environment_findings(trace: Trace, found: Replay) -> Iterator[Finding]:
-    """Steps 8 to 10 of SPEC 10.1, in order."""
+    """Steps 10 to 12 of SPEC 10.1, in order."""
     span = _token_span(trace, found.first_bad_span)
-    # SPEC 10.1 step 8: the first stop token ends a turn; without one a turn fills its budget; the episode is over.
+    # SPEC 10.1 step 10: the first stop token ends a turn; without one a turn fills its budget; the episode is over.
     if not found.turns_match or (found.observations_match and not found.finished):
         yield Finding("stop rules", Reason.STOP_RULE, found.detail, span=span)
         return
     yield passed("stop rules")
-    # SPEC 10.1 step 9: observed tokens are those the environment's answer renders to.
+    # SPEC 10.1 step 11: observed tokens are those the environment's answer renders to.
     if not found.observations_match:
         yield Finding("observations", Reason.OBSERVATION, found.detail, span=span)
         return
     yield passed("observations")
-    # SPEC 10.1 step 10: the claimed reward is the environment's.
+    # SPEC 10.1 step 12: the claimed reward is the environment's.
     if not math.isclose(trace.reward, found.reward, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE):
         detail = f"claims {trace.reward:g}, replay gives {found.reward:g}"
         yield Finding("reward", Reason.REWARD, detail, trace.reward, found.reward)

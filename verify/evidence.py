@@ -1,4 +1,4 @@
-"""Judges a recomputed trace: margins, logprobs, proofs (SPEC 10.1 steps 11 to 13).
+"""Judges a recomputed trace: margins, logprobs, proofs (SPEC 10.1 steps 13 to 15).
 
 Not here: recomputing (prefill.py), the statistics (sampling.py, toploc.py) and their limits (thresholds.py).
 """
@@ -30,7 +30,7 @@ class Recomputed:
 
 
 def evidence_findings(trace: Trace, temperature: float, ours: Recomputed, limits: Limits) -> Iterator[Finding]:
-    """Steps 11 to 13 of SPEC 10.1, in order."""
+    """Steps 13 to 15 of SPEC 10.1, in order."""
     offsets = trace.generated()
     for judgement in judge_margins(ours.margins, limits, temperature):
         yield _finding("margins", Reason.MARGIN, judgement, offsets)

@@ -1,5 +1,5 @@
 """Do the parts of a trace fit together, and are they of the policy that was leased? Needs no model
-(SPEC 10.1 steps 4 to 7).
+(SPEC 10.1 steps 4 to 9).
 
 Not covered: whether turns stop where they must and what the environment says (environment.py).
 """
@@ -16,6 +16,7 @@ from protocol.lease import Lease
 from protocol.trace import SpanKind, Trace
 from protocol.verdict import Reason
 from verify.finding import Finding, passed
+from verify.thresholds import measured_dtypes
 from verify.toploc import ProofError, check_form
 
 
@@ -39,11 +40,12 @@ def policy_shape(folder: Path) -> PolicyShape:
 
 
 def structure_findings(trace: Trace, lease: Lease, shape: PolicyShape) -> Iterator[Finding]:
-    """Steps 4 to 7 of SPEC 10.1, in order."""
+    """Steps 4 to 9 of SPEC 10.1, in order."""
     yield _check_spans(trace)
     yield _check_length(trace, lease)
     yield _check_token_range(trace, shape)
     yield _check_policy(trace, lease)
+    yield _check_engine(trace)
     yield _check_proof_form(trace, shape)
 
 
@@ -98,8 +100,17 @@ def _check_policy(trace: Trace, lease: Lease) -> Finding:
     return passed("policy")
 
 
+def _check_engine(trace: Trace) -> Finding:
+    # SPEC 10.1 step 8: an audit recomputes in the worker's dtype, so it must be one that limits exist for.
+    dtype = trace.engine.dtype
+    if dtype not in measured_dtypes():
+        known = ", ".join(measured_dtypes())
+        return Finding("engine", Reason.ENGINE, f"computed in {dtype!r:.20}, limits exist for {known}")
+    return passed("engine", dtype)
+
+
 def _check_proof_form(trace: Trace, shape: PolicyShape) -> Finding:
-    # SPEC 10.5: exactly ⌈L/32⌉ proofs, each of its exact length and decodable.
+    # SPEC 10.1 step 9: exactly ⌈L/32⌉ proofs, each of its exact length and decodable.
     try:
         check_form(trace.proofs, len(trace.logprobs), shape.hidden_size)
     except ProofError as error:

@@ -58,6 +58,11 @@ _LIMITS = {
 }
 
 
+def measured_dtypes() -> tuple[str, ...]:
+    """The dtypes a worker may compute in: audited in the same one."""
+    return tuple(sorted(worker for worker, verifier in _LIMITS if worker == verifier))
+
+
 def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
     """The limits for a worker and a verifier of these dtypes ("float32", "bfloat16").
 
