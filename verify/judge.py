@@ -49,7 +49,7 @@ def recompute(verifier: Verifier, pairs: Sequence[tuple[Trace, Lease]]) -> list[
             raise EngineError(f"slot {trace.slot} is not leased: the cheap checks were not run first")
         passages.append(Passage(lease.prompt, trace.tokens, trace.generated(), seed, lease.temperature))
     ours = verifier.recompute(passages)
-    compared = compare_many([each.hidden for each in ours], [trace.proofs for trace, _ in pairs])
+    compared = compare_many([(each.hidden, trace.proofs) for each, (trace, _) in zip(ours, pairs, strict=True)])
     return [
         Recomputed(each.margins.numpy(), each.logprobs.numpy(), tuple(chunks))
         for each, chunks in zip(ours, compared, strict=True)
