@@ -1,0 +1,1 @@
+"""How nodes and trainers talk: whole frames over authenticated streams (base), libp2p (p2p) or memory."""

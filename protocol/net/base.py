@@ -1,0 +1,174 @@
+"""What everything above the network sees: hosts, streams of whole frames, addresses.
+
+Two implementations: `p2p.open_host` (libp2p over TCP) and `memory.Network` (inside one process).
+They behave alike; one test suite drives both. Not here: what a frame means (messages.py),
+requests and replies (session.py), heartbeats and reconnecting (the callers).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from protocol import identity
+from protocol.errors import DecodeError, UsageError
+from protocol.limits import MAX_FRAME_BYTES
+
+_HOST_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?$")
+_EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW…"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a peer listens and who must answer there.
+
+    `network` is "ip4", "ip6", "dns", "dns4", "dns6" or "memory"; `host` the IP address or name
+    (the host's number for "memory"); `port` the TCP port (0 for "memory"); `node` the 32-byte key.
+    """
+
+    network: str
+    host: str
+    port: int
+    node: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read a multiaddr that ends in /p2p/<peer id>. Raises UsageError, which says what is wrong."""
+        parts = text.strip().split("/")
+        if len(parts) < 3 or parts[0] != "":
+            raise UsageError(f"'{text[:200]}' is not an address: it should look like {_EXAMPLE}")
+        if parts[-2] != "p2p":
+            raise UsageError(f"the address '{text[:200]}' does not end in /p2p/ and the peer's id, as in {_EXAMPLE}")
+        try:
+            node = identity.node_from_peer_id(parts[-1])
+        except DecodeError as error:
+            raise UsageError(f"the address '{text[:200]}' names no node: {error}") from None
+        return cls(*_endpoint(text, parts[1:-2]), node)
+
+    def __str__(self) -> str:
+        where = f"/memory/{self.host}" if self.network == "memory" else f"/{self.network}/{self.host}/tcp/{self.port}"
+        return f"{where}/p2p/{identity.peer_id(self.node)}"
+
+
+def _endpoint(text: str, parts: list[str]) -> tuple[str, str, int]:
+    """(network, host, port) of the part of a multiaddr before /p2p/."""
+    match parts:
+        case ["memory", number] if number.isascii() and number.isdigit():
+            return "memory", number, 0
+        case [("ip4" | "ip6") as network, host, "tcp", port]:
+            try:
+                parsed = ipaddress.ip_address(host)
+            except ValueError:
+                raise UsageError(f"'{host}' in the address '{text[:200]}' is not an IP address") from None
+            if parsed.version != int(network[2:]):
+                raise UsageError(f"'{host}' in the address '{text[:200]}' is not an {network} address")
+            return network, host, _port(text, port)
+        case [("dns" | "dns4" | "dns6") as network, host, "tcp", port]:
+            if not _HOST_NAME.match(host):
+                raise UsageError(f"'{host}' in the address '{text[:200]}' is not a host name")
+            return network, host, _port(text, port)
+    raise UsageError(f"the address '{text[:200]}' is not over TCP: it should look like {_EXAMPLE}")
+
+
+def _port(text: str, port: str) -> int:
+    if not (port.isascii() and port.isdigit() and int(port) <= 65_535):
+        raise UsageError(f"'{port}' in the address '{text[:200]}' is not a TCP port")
+    return int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What strangers may cost us. Each side chooses its own; defaults fit a machine with 1 GiB to spare."""
+
+    connections: int = 1_000  # live connections, both directions
+    connections_per_address: int = 64  # one IPv4 address or IPv6 /64: a household, a campus NAT
+    connections_per_peer: int = 4  # a restarted peer's old connection may linger beside its new one
+    handshakes: int = 128  # not yet authenticated, all addresses
+    handshakes_per_address: int = 16
+    handshake_seconds: float = 10.0
+    streams_per_peer: int = 64
+    unread_bytes_per_peer: int = 64 * 1024 * 1024  # room for a dozen blobs in flight
+    unread_bytes: int = 512 * 1024 * 1024  # all peers together
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatistics:
+    """Counters since the host was opened, except `connections` and `handshakes`, which are of now."""
+
+    connections: int
+    handshakes: int
+    refused: int  # inbound connections and streams turned away, by a limit or a ban
+    failed_handshakes: int
+    handler_faults: int  # exceptions out of stream handlers, contained
+    restarts: int
+    bytes_in: int
+    bytes_out: int
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """One ordered, authenticated, two-way stream of frames of at most MAX_FRAME_BYTES.
+
+    Several tasks may send at once (frames do not interleave); one may receive.
+    """
+
+    peer: bytes  # 32-byte public key, proved in the handshake
+
+    async def send(self, frame: bytes, *, seconds: float, what: str) -> None:
+        """Hand over one frame; waits while the peer does not read (back-pressure).
+
+        Raises DeadlineExceeded (the stream is then reset if part of the frame had left) or
+        ConnectionLost. ValueError: a frame over MAX_FRAME_BYTES, which is our own bug.
+        """
+
+    async def receive(self, *, seconds: float, what: str, limit: int = MAX_FRAME_BYTES) -> bytes:
+        """The next frame. After DeadlineExceeded the stream is intact: receive again goes on.
+
+        Raises ConnectionLost when the peer closed, reset or vanished; DecodeError(TOO_LARGE) for a
+        frame over `limit`, upon which the stream is reset.
+        """
+
+    async def close(self) -> None:
+        """Graceful: what was sent arrives, then the peer sees the end. Never raises."""
+
+    async def reset(self) -> None:
+        """Abrupt: both directions end now. Never raises."""
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+
+
+@runtime_checkable
+class Host(Protocol):
+    """One identity on the network: opens streams to others and serves the streams they open."""
+
+    node: bytes
+    addresses: tuple[str, ...]  # multiaddrs including /p2p/<peer id>; empty for a host that only dials
+
+    def serve(self, protocol: str, handler: Handler) -> None:
+        """Answer streams of `protocol`. The stream is closed when the handler returns.
+
+        An exception out of a handler is logged and counted, and resets that stream alone.
+        """
+
+    async def open(self, address: str, protocol: str, *, seconds: float) -> Stream:
+        """A stream to the peer at `address`, over the live connection if there is one.
+
+        Raises UsageError for a malformed address; Unreachable, which names the address and the
+        likely cause: nobody listens, no answer in time, somebody else answered, we banned the
+        peer, or the peer does not speak `protocol`.
+        """
+
+    async def disconnect(self, peer: bytes) -> None:
+        """End every connection with `peer`. Never raises."""
+
+    def ban(self, peer: bytes, seconds: float) -> None:
+        """Disconnect `peer` and have nothing to do with it for `seconds`."""
+
+    def connected(self) -> tuple[bytes, ...]:
+        """The peers with a live connection."""
+
+    def statistics(self) -> HostStatistics: ...
