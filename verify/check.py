@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.envelope import Signed
 from protocol.environments.base import Environment
@@ -18,10 +19,12 @@ from protocol.trace import Trace
 from protocol.verdict import Check, Reason
 from verify.accounting import check_run, check_signature, lease_findings
 from verify.environment import environment_findings, replay_trace
-from verify.evidence import Recomputed, evidence_findings
 from verify.finding import Finding, as_check, first_failure, skipped
 from verify.structure import PolicyShape, structure_findings
 from verify.thresholds import Limits
+
+if TYPE_CHECKING:
+    from verify.evidence import Recomputed
 
 CHEAP = (
     "signature", "run", "lease", "slot", "deadline", "structure", "length", "token range", "policy", "engine",
@@ -85,6 +88,9 @@ def _cheap_findings(
 
 def audit_checks(trace: Trace, lease: Lease, ours: Recomputed, limits: Limits) -> tuple[Check, ...]:
     """The checks that need the policy (SPEC 10.1 steps 13 to 15): all of DEAR in order."""
+    # Brings in torch, which a gateway that runs the cheap checks alone does not carry.
+    from verify.evidence import evidence_findings
+
     return _in_order(DEAR, evidence_findings(trace, lease.temperature, ours, limits), "an earlier check failed")
 
 
