@@ -1,0 +1,56 @@
+"""What the trainer's child processes (auditors, learner) have in common: they end with their parent, wait for the
+ledger to change, and say what they do in lines on stderr.
+
+Not here: starting and watching them (serve.py).
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+import time
+from typing import Final
+
+from trainer.ledger import Ledger
+
+POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
+
+
+def now_ms() -> int:
+    """Unix milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+def say(name: str, text: str) -> None:
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+def end_with_parent() -> None:
+    """Raise KeyboardInterrupt in the main thread once stdin ends: the parent holds the other end of it, so this
+    also comes when the parent is killed. Whatever the main thread is doing must bear being cut off."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        _thread.interrupt_main()
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+class Changes:
+    """Waits for commits of other processes."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._seen = ledger.change_counter()
+
+    def wait(self, seconds: float) -> bool:
+        """Until another process has committed since the last call, at most `seconds`; whether one has."""
+        deadline = time.monotonic() + seconds
+        while (counter := self._ledger.change_counter()) == self._seen:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        self._seen = counter
+        return True

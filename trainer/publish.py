@@ -1,0 +1,75 @@
+"""From the learner's weights to a policy folder that nodes can fetch, and back out of the way when it is old.
+
+The new folder is the previous one with other tensor values: the same file names, tensor names and sharding, the
+same configuration and tokenizer byte for byte, weights in bfloat16. Not here: the first policy (init.py), the
+manifest that announces a policy (the gateway signs it), the order in which folders become real (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from protocol.errors import PolicyError
+from protocol.policy import policy_files, policy_root, read_safetensors
+from trainer.rundir import RunFolder
+
+
+def tensor_names(policy: Path) -> frozenset[str]:
+    """The tensors that the folder's weight files hold. Raises PolicyError."""
+    files = [path for path in policy_files(policy) if path.suffix == ".safetensors"]
+    return frozenset(place.name for path in files for place in read_safetensors(path))
+
+
+def write_policy(base: Path, target: Path, weights: Mapping[str, Tensor]) -> bytes:
+    """Write `base` with `weights` in place of its tensors of the same names, flush it to disk, and return its
+    root. Tensors that `weights` does not name (constant buffers) are copied.
+
+    Raises PolicyError when a weight has another shape than the tensor it replaces.
+    """
+    target.mkdir(parents=True)
+    for path in policy_files(base):
+        if path.suffix == ".safetensors":
+            _write_tensors(path, target / path.name, weights)
+        else:
+            shutil.copyfile(path, target / path.name)
+        flush(target / path.name)
+    flush(target)
+    return policy_root(target)
+
+
+def _write_tensors(source: Path, target: Path, weights: Mapping[str, Tensor]) -> None:
+    with safe_open(source, framework="pt") as file:
+        tensors = {name: _published(name, weights.get(name), file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, target, metadata={"format": "pt"})
+
+
+def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
+    if weight is None:
+        return before
+    if weight.shape != before.shape:
+        raise PolicyError(f"tensor {name} is {tuple(weight.shape)}, the policy's is {tuple(before.shape)}")
+    return weight.detach().to("cpu", torch.bfloat16).contiguous()
+
+
+def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:
+    """Remove published policies older than the newest `keep`: no node, audit or learner may need them."""
+    for path in folder.policies.glob("v*"):
+        if path.name < folder.policy(max(0, newest - keep + 1)).name:
+            shutil.rmtree(path)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
