@@ -1,0 +1,121 @@
+"""The page as people meet it: the real process over a real ledger, in a real headless Chromium."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.identity import Identity, peer_id
+from protocol.run import EnvironmentShare
+from trainer.config import TrainerConfig
+from trainer.init import init_run
+from trainer.ledger import Ledger, StepRow, SubmissionState
+from trainer.rundir import Run
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+QUIET = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+NODE = Identity(b"\x07" * 32).node
+
+
+def step(version: int, reward: float) -> StepRow:
+    return StepRow(version, 1_000 * version, 16, 128, 5000, reward, 2, 1.5, 3, 0.1, 0.9, 0.001, 0.0, 0.7, 0.4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made = init_run(
+        tmp_path_factory.mktemp("page") / "run",
+        name="page test <b>run</b>",
+        policy="embedded",
+        environments=(EnvironmentShare("tools8@1", "", 1),),
+        config=TrainerConfig(page_port=0, listen="/ip4/127.0.0.1/tcp/0"),
+    )
+    ledger = Ledger(made.folder.ledger)
+    for version, reward in enumerate((0.2, 0.35, 0.62), start=1):
+        ledger.record_step(step(version, reward), bytes(32), [])
+    ledger.see_node(NODE, 5_000, "rlcommons 0.1.0", "transformers <script>alert(1)</script>")
+    ledger.add_verdict(NODE, b"\x01" * 32, SubmissionState.ACCEPTED, None, True, 6_000, b"signed")
+    ledger.add_verdict(NODE, b"\x02" * 32, SubmissionState.REFUSED, "MARGIN", True, 7_000, b"signed")
+    ledger.add_event(8_000, "audit", "a trace of a node was refused: MARGIN")
+    ledger.close()
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(run: Run) -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, "-m", "trainer.api", str(run.folder.path)], stdin=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while not run.folder.page.exists() or not run.folder.page.read_text().endswith("/\n"):
+            assert process.poll() is None and time.monotonic() < deadline, "the page did not start"
+        yield run.folder.page.read_text().strip()
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 0, "the page does not end when its supervisor is gone"
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as response:
+        body: bytes = response.read()
+        return body.decode()
+
+
+def test_the_api_gives_the_state_of_the_run_as_json(url: str, run: Run) -> None:
+    state = json.loads(fetch(url + "api/state"))
+    assert (state["version"], state["accepted"], state["refused"]) == (3, 1, 1)
+    assert state["refusals"] == {"MARGIN": 1}
+    assert state["run"] == run.run.hex()
+    assert [row["version"] for row in json.loads(fetch(url + "api/steps?after=1"))] == [2, 3]
+    assert json.loads(fetch(url + "api/refusals"))[0]["node"] == peer_id(NODE)
+
+
+def test_metrics_are_in_prometheus_form(url: str) -> None:
+    text = fetch(url + "metrics")
+    assert "rlcommons_policy_version 3.0" in text
+    assert 'rlcommons_verdicts_total{outcome="REFUSED",reason="MARGIN"} 1.0' in text
+
+
+def test_a_bad_query_is_refused_and_named(url: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        fetch(url + "api/steps?after=never")
+    assert caught.value.code == 422
+    caught.value.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_a_person_sees_version_reward_refusals_and_how_to_join(url: str, run: Run, tmp_path: Path) -> None:
+    from playwright.sync_api import expect, sync_playwright
+
+    run.folder.address.write_text("/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWexample/run/00\n")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        page.on("dialog", lambda dialog: faults.append("a node's text ran as a script"))
+        page.goto(url)
+        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#name")).to_have_text("page test <b>run</b>")
+        expect(page.locator("#figures")).to_contain_text("3policy version")
+        expect(page.locator("#reward path")).to_have_count(1)
+        expect(page.locator("#join")).to_have_text("rlnode join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooWexample/run/00")
+        expect(page.locator("#refusals tbody")).to_contain_text("MARGIN")
+        expect(page.locator("#nodes tbody")).to_contain_text("<script>alert(1)</script>")
+        page.screenshot(path=tmp_path / "page.png", full_page=True)
+        browser.close()
+    assert faults == []
