@@ -1,0 +1,234 @@
+"""rlnode: join a run with this machine, see how it is doing, keep its identity.
+
+Heavy libraries are imported inside the commands. Not here: what a command does beyond arguments, exit codes and
+printing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
+
+if TYPE_CHECKING:
+    import trio
+
+    from node.config import NodeConfig
+    from node.report import Report, Status
+
+OK: Final = 0
+REFUSED: Final = 1
+USAGE: Final = 2
+LOCAL_FAULT: Final = 3
+INTERRUPTED: Final = 130
+
+_EXIT_CODES: Final = """\
+exit codes:
+  0    done (join: stopped as asked)
+  1    join: the trainer refuses this node and waiting would not help; doctor: something must be done
+  2    wrong arguments, or an address or file that cannot be used
+  3    a fault of this machine: disk, key file, engine
+  130  interrupted a second time, before everything was sent
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rlnode",
+        description="Work for a reinforcement learning run: draw completions, prove them, send them in.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    home = argparse.ArgumentParser(add_help=False)
+    home.add_argument(
+        "--home", type=Path, metavar="FOLDER", help="this node's folder (default: $RLNODE_HOME or ~/.rlnode)"
+    )
+    as_json = argparse.ArgumentParser(add_help=False)
+    as_json.add_argument("--json", action="store_true", help="one JSON object a line")
+
+    join = commands.add_parser("join", parents=[home, as_json], help="work for a run until stopped with Ctrl-C")
+    join.add_argument(
+        "address", nargs="?", metavar="ADDRESS", help="the line `rltrainer serve` prints; remembered for next time"
+    )
+    device = join.add_mutually_exclusive_group()
+    device.add_argument("--gpu", type=int, metavar="N", help="use CUDA device N")
+    device.add_argument("--cpu", action="store_true", help="use the processor (the default)")
+    join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 16, on a GPU 64)")
+    join.add_argument("--threads", type=int, metavar="N", help="of the engine on a processor (default: all)")
+    join.add_argument("--disk", type=float, metavar="GIB", help="most the home folder may hold (default: no limit)")
+
+    doctor = commands.add_parser("doctor", parents=[home, as_json], help="what works, what does not, what to do")
+    doctor.add_argument("address", nargs="?", metavar="ADDRESS", help="of the run (default: the one joined last)")
+    doctor.add_argument("--gpu", type=int, metavar="N", help="check CUDA device N")
+
+    commands.add_parser("status", parents=[home, as_json], help="how the node of this home is doing")
+
+    key = commands.add_parser("key", help="show, back up or restore this node's identity")
+    actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("show", parents=[home], help="print the node's id")
+    backup = actions.add_parser("backup", parents=[home], help="copy the key to FILE (keep it secret)")
+    backup.add_argument("file", type=Path, metavar="FILE")
+    restore = actions.add_parser("restore", parents=[home], help="take the key in FILE as this home's identity")
+    restore.add_argument("file", type=Path, metavar="FILE")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    commands = {"join": _join, "doctor": _doctor, "status": _status, "key": _key}
+    try:
+        return commands[options.command](options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except RLCommonsError as error:
+        return _fail(error, as_json=getattr(options, "json", False))
+
+
+def _fail(error: RLCommonsError, *, as_json: bool) -> int:
+    code = exit_code(error)
+    if as_json:
+        kind = str(error.code) if isinstance(error, RemoteError) else type(error).__name__
+        print(json.dumps({"event": "failed", "error": kind, "text": str(error), "exit": code}), flush=True)
+    else:
+        print(f"rlnode: {error}", file=sys.stderr)
+    return code
+
+
+def exit_code(error: RLCommonsError) -> int:
+    if isinstance(error, UsageError):
+        return USAGE
+    return LOCAL_FAULT if isinstance(error, LocalError) else REFUSED
+
+
+def _home(options: argparse.Namespace) -> Path:
+    from node.config import default_home
+
+    return Path(options.home or default_home()).expanduser().absolute()
+
+
+# --- join ---
+
+
+def _join(options: argparse.Namespace) -> int:
+    import trio
+
+    from node.config import GIB, NodeConfig, default_threads
+    from node.display import shown
+    from node.report import Status
+    from node.store import load_address
+    from protocol.run import RunAddress
+
+    home = _home(options)
+    address = RunAddress.parse(options.address) if options.address else load_address(home)
+    if address is None:
+        raise UsageError(
+            f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
+        )
+    on_gpu = options.gpu is not None
+    config = NodeConfig(
+        address=address,
+        home=home,
+        device=f"cuda:{options.gpu}" if on_gpu else "cpu",
+        slots=options.slots if options.slots is not None else 64 if on_gpu else 16,
+        threads=options.threads if options.threads is not None else default_threads(),
+        disk_bytes=None if options.disk is None else int(options.disk * GIB),
+    )
+    status = Status()
+    with shown(status, as_json=options.json, out=sys.stdout) as report:
+        return trio.run(_join_until_signalled, config, report, status)
+
+
+async def _join_until_signalled(config: NodeConfig, report: Report, status: Status) -> int:
+    """The first Ctrl-C stops in order, the second at once."""
+    import trio
+
+    from node.failures import foremost
+    from node.join import join
+
+    stop, at_once = trio.Event(), trio.CancelScope()
+    with foremost(), at_once:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_listen_to_signals, stop, at_once)
+            await join(config, report, status, stop)
+            nursery.cancel_scope.cancel()
+    return INTERRUPTED if at_once.cancelled_caught else OK
+
+
+async def _listen_to_signals(stop: trio.Event, at_once: trio.CancelScope) -> None:
+    import signal
+
+    import trio
+
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            if stop.is_set():
+                at_once.cancel()
+            stop.set()
+
+
+# --- status and doctor ---
+
+
+def _status(options: argparse.Namespace) -> int:
+    from node.display import describe_status
+    from node.store import lock_holder, read_status
+
+    home = _home(options)
+    status = read_status(home)
+    holder = lock_holder(home)
+    if status is None:
+        raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
+    status["running"] = holder is not None
+    status["process"] = holder
+    print(json.dumps(status) if options.json else describe_status(status))
+    return OK
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from node.doctor import examine
+    from node.store import load_address
+    from protocol.run import RunAddress
+
+    home = _home(options)
+    address = RunAddress.parse(options.address) if options.address else load_address(home)
+    device = "cpu" if options.gpu is None else f"cuda:{options.gpu}"
+    worst = OK
+    for finding in examine(home, address, device):
+        print(finding.json() if options.json else finding.line(), flush=True)
+        worst = max(worst, REFUSED if finding.needs_action else OK)
+    return worst
+
+
+# --- key ---
+
+
+def _key(options: argparse.Namespace) -> int:
+    from node.store import key_path, lock_holder
+    from protocol.identity import load_identity, save_identity
+
+    home = _home(options)
+    if options.action == "show":
+        print(load_identity(key_path(home)).peer_id)
+    elif options.action == "backup":
+        identity = load_identity(key_path(home))
+        save_identity(identity, options.file)
+        print(f"{options.file} holds the key of {identity.peer_id}: whoever has it can act as this node")
+    else:
+        if lock_holder(home) is not None:
+            raise UsageError(f"a node is running in {home}: stop it first")
+        identity = load_identity(options.file)
+        save_identity(identity, key_path(home))
+        print(f"{home} is now {identity.peer_id}; run this identity on one machine only")
+    return OK
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

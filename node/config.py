@@ -1,0 +1,76 @@
+"""What a node may choose for itself, in one place: each field with its unit and the reason for its default.
+
+Flags of `rlnode join` mirror these fields. Not here: numbers both sides must agree on (protocol/limits.py).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from protocol.errors import UsageError
+from protocol.run import RunAddress
+
+GIB: Final = 1024**3
+ENGINES: Final = ("transformers",)
+
+
+def default_home() -> Path:
+    """$RLNODE_HOME, else ~/.rlnode: one folder per node, because it holds the node's identity."""
+    return Path(os.environ.get("RLNODE_HOME") or Path.home() / ".rlnode")
+
+
+def default_threads() -> int:
+    """The processors this process may run on; one is enough beside a GPU, and the engine knows its device."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Everything `rlnode join` can be told. Raises UsageError on construction when a value cannot be."""
+
+    address: RunAddress
+    home: Path = field(default_factory=default_home)
+
+    # --- engine ---
+    engine: str = "transformers"  # the one that runs on every machine
+    device: str = "cpu"  # "cpu" or "cuda:N"; a GPU is asked for by name, never taken unasked
+    slots: int = 16  # completions decoded together; a batch of 16 gives most of a CPU's rate
+    threads: int = field(default_factory=default_threads)  # of the engine, on a CPU
+    prefetch: float = 0.5  # leases held beyond the busy slots, as a share of them: hides a round trip,
+    # and no more, because a lease that waits here is a draw that grows stale
+
+    # --- disk ---
+    disk_bytes: int | None = None  # most the home may hold; None: as much as the disk has
+    disk_reserve_bytes: int = GIB // 4  # left free for the rest of the machine
+    keep_versions: int = 3  # policies kept: the one in the engine, the one before it, the next one
+    keep_refused: int = 100  # refused traces kept for an appeal; each is at most 3 MiB
+    log_bytes: int = 16 * 1024 * 1024  # receipts.log and verdicts.log each turn over at this size
+
+    # --- network ---
+    dial_seconds: float = 20.0  # a slow home link needs about 3; more is a dead address
+    blobs_in_flight: int = 4  # fills a link of 100 Mbit/s at 200 ms; 4 blobs are 16 MiB of memory
+    blob_seconds: float = 120.0  # 4 MiB in this time is 280 kbit/s: slower is as good as stalled
+    submits_in_flight: int = 8  # hides the round trip; a trace is at most 3 MiB
+    max_unsent: int = 2_000  # traces waiting for the trainer before the node stops asking for leases
+
+    # --- environments ---
+    environment_threads: int = 4  # steps run beside the engine, so that a slow tool stalls one slot only
+    environment_seconds: float = 30.0  # one step, reward or prompt; slower is a fault of the task
+
+    # --- stopping ---
+    stop_seconds: float = 2.0  # on Ctrl-C: to send what is finished and give leases back
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise UsageError(f"there is no engine '{self.engine}'; this build has: {', '.join(ENGINES)}")
+        if self.device != "cpu" and not self.device.removeprefix("cuda:").isdigit():
+            raise UsageError(f"'{self.device}' is not a device: use --cpu or --gpu N")
+        if not 1 <= self.slots <= 4096:
+            raise UsageError(f"--slots must be 1 to 4096, not {self.slots}")
+        if self.threads < 1:
+            raise UsageError(f"--threads must be at least 1, not {self.threads}")
+        if self.disk_bytes is not None and self.disk_bytes < 1:
+            raise UsageError("--disk must be more than 0 GiB")

@@ -1,0 +1,133 @@
+"""The composition root of `rlnode join`: makes the parts, connects them, runs them, stops them in order.
+
+Everything that runs for long is started here and nowhere else. Not here: what the parts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from random import Random
+from typing import Final
+
+import trio
+
+from node import store as stores
+from node.config import NodeConfig
+from node.engine import Engine
+from node.failures import foremost
+from node.report import Event, Level, Report, Status
+from node.session import Peer, TrainerClock, TrainerLink
+from node.weights import PeerBlobs, PolicyFollower
+from node.worker import Terms, Worker
+from protocol.errors import StorageError
+from protocol.identity import Identity
+from protocol.net.base import Host
+
+OpenHost = Callable[[Identity], AbstractAsyncContextManager[Host]]
+
+_STATUS_SECONDS: Final = 1.0
+
+
+def make_engine(config: NodeConfig) -> Engine:
+    """The engine that the configuration names. Raises EngineError."""
+    from node.transformers_engine import TransformersEngine
+
+    threads = config.threads if config.device == "cpu" else None
+    return TransformersEngine(device=config.device, slots=config.slots, threads=threads)
+
+
+def open_p2p_host(who: Identity) -> AbstractAsyncContextManager[Host]:
+    """A host that only dials: a node needs no open port."""
+    from protocol.net import p2p
+
+    return p2p.open_host(who)
+
+
+async def join(
+    config: NodeConfig,
+    report: Report,
+    status: Status,
+    stop: trio.Event,
+    *,
+    open_host: OpenHost = open_p2p_host,
+    make: Callable[[NodeConfig], Engine] = make_engine,
+) -> None:
+    """Work for the run at `config.address` until `stop`. Raises the RLCommonsError that ended it."""
+    with stores.Home(config.home) as home:
+        identity, made = home.load_or_make_identity()
+        stores.save_address(config.home, config.address)
+        _introduce(config, identity, made, report, status)
+        store = home.run(config.address.run, config)
+        try:
+            async with open_host(identity) as host:
+                with foremost():
+                    await _run_parts(config, identity, store, host, report, status, stop, make)
+        finally:
+            status.state, status.connected = "stopped", False
+            _write_status(config, status)
+
+
+def _introduce(config: NodeConfig, identity: Identity, made: bool, report: Report, status: Status) -> None:
+    status.node = identity.peer_id
+    status.run = config.address.run.hex()
+    status.trainer = str(config.address)
+    advice = f"; keep a copy: rlnode key backup FILE --home {config.home}" if made else ""
+    text = f"this node is {identity.peer_id}{' (new)' if made else ''}, home {config.home}{advice}"
+    report(Event("started", text, values={"node": identity.peer_id, "home": str(config.home)}))
+
+
+async def _run_parts(
+    config: NodeConfig,
+    identity: Identity,
+    store: stores.RunStore,
+    host: Host,
+    report: Report,
+    status: Status,
+    stop: trio.Event,
+    make: Callable[[NodeConfig], Engine],
+) -> None:
+    address, clock, random = config.address, TrainerClock(), Random()
+    async with trio.open_nursery() as nursery:
+        source = PeerBlobs(nursery, host, address.dial, address.trainer, config)
+        terms = Terms(address.run, address.trainer, identity)
+        worker = Worker(terms, config, store, lambda: make(config), clock.now_ms, report, status, random)
+        follower = PolicyFollower(
+            address.run, address.trainer, config, store, source, worker.policy_ready, report, status, random
+        )
+        link = TrainerLink(
+            Peer(address, identity), host, config, store, worker, follower, clock, report, status, random
+        )
+        link.resume()
+        nursery.start_soon(worker.run)
+        nursery.start_soon(follower.run)
+        nursery.start_soon(link.run)
+        nursery.start_soon(_keep_status, config, status)
+        await stop.wait()
+        await _stop(worker, link, config, report, status)
+        nursery.cancel_scope.cancel()
+
+
+async def _stop(worker: Worker, link: TrainerLink, config: NodeConfig, report: Report, status: Status) -> None:
+    """Give leases back, send what is finished; what does not make it in time waits on the disk."""
+    status.state = "stopping"
+    report(Event("stopping", "stopping: sending what is finished, giving leases back"))
+    worker.stop("the node is stopping")
+    with trio.move_on_after(config.stop_seconds):
+        await link.flush()
+    if unsent := link.unsent:
+        text = f"{unsent} traces are kept on the disk and sent at the next start"
+        report(Event("kept", text, Level.WARNING, {"unsent": unsent}))
+
+
+async def _keep_status(config: NodeConfig, status: Status) -> None:
+    while True:
+        await trio.to_thread.run_sync(_write_status, config, status)
+        await trio.sleep(_STATUS_SECONDS)
+
+
+def _write_status(config: NodeConfig, status: Status) -> None:
+    try:
+        stores.write_status(config.home, status.plain())
+    except StorageError:
+        return  # a full disk is told where something is lost by it

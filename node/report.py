@@ -1,0 +1,118 @@
+"""What a node tells its owner: events as they happen, and where it stands now.
+
+Not here: how they are shown (display.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+RATE_SECONDS: Final = 20.0  # rates shown are means over so long
+
+
+class Level(StrEnum):
+    DETAIL = "detail"  # for a script or a fault report; a person is not shown it
+    INFO = "info"
+    WARNING = "warning"  # the node goes on; something was lost or is late
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened. `name` is stable, for scripts; `text` is one line for a person."""
+
+    name: str
+    text: str
+    level: Level = Level.INFO
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Report = Callable[[Event], None]
+
+
+class Meter:
+    """A rate over the last RATE_SECONDS."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._counts: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def add(self, count: int) -> None:
+        self._counts.append((self._clock(), count))
+        self._sum += count
+        self._forget()
+
+    def _forget(self) -> None:
+        oldest = self._clock() - RATE_SECONDS
+        while self._counts and self._counts[0][0] < oldest:
+            self._sum -= self._counts.popleft()[1]
+
+    def rate(self) -> float:
+        """Per second."""
+        self._forget()
+        return self._sum / max(1.0, min(RATE_SECONDS, self._clock() - self._began))
+
+
+@dataclass(slots=True)
+class Status:
+    """Where the node stands: the panel, status.json and the heartbeat read it."""
+
+    node: str = ""
+    run: str = ""
+    trainer: str = ""
+    state: str = "starting"  # what it is doing, in a few words
+    connected: bool = False
+    engine: str = ""
+    policy_version: int | None = None  # in the engine
+    latest_version: int | None = None  # published
+    slots_busy: int = 0
+    slots_total: int = 0
+    leases_waiting: int = 0
+    unsent: int = 0
+    traces_drawn: int = 0
+    traces_received: int = 0  # by the trainer, with a receipt
+    leases_returned: int = 0
+    reward_sum: float = 0.0
+    accepted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    not_judged: Counter[str] = field(default_factory=Counter)
+    last_refusal: str = ""
+    download: str = ""  # progress of the policy being fetched
+    tokens: Meter = field(default_factory=Meter)
+    started: float = field(default_factory=time.time)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "node": self.node,
+            "run": self.run,
+            "trainer": self.trainer,
+            "state": self.state,
+            "connected": self.connected,
+            "engine": self.engine,
+            "policy_version": self.policy_version,
+            "latest_version": self.latest_version,
+            "slots_busy": self.slots_busy,
+            "slots_total": self.slots_total,
+            "slots_waiting": self.leases_waiting,
+            "unsent_traces": self.unsent,
+            "traces_drawn": self.traces_drawn,
+            "traces_received": self.traces_received,
+            "leases_returned": self.leases_returned,
+            "mean_reward": round(self.reward_sum / self.traces_drawn, 4) if self.traces_drawn else None,
+            "accepted": self.accepted,
+            "refused": dict(self.refused),
+            "not_judged": dict(self.not_judged),
+            "last_refusal": self.last_refusal,
+            "tokens_per_second": round(self.tokens.rate(), 1),
+            "download": self.download,
+            "started": self.started,
+            "written": time.time(),
+        }

@@ -1,0 +1,506 @@
+"""A node's home on disk: identity, policies, blobs, unsent traces, what the trainer acknowledged.
+
+    home/  key · address · lock · status.json
+      runs/<run>/  blobs/         pieces of the policy being fetched, by digest
+                   policies/      v<version>-<root>/, each whole and checked
+                   leases/        leases not settled yet, by id
+                   outbox/        signed traces without a receipt, by digest
+                   refused/       the last traces a trainer refused on the spot
+                   receipts.log · verdicts.log · cursor
+
+Every file appears whole under its name or not at all: written beside, flushed to the disk, renamed.
+Not here: where blobs come from (weights.py), sending (session.py). A full disk is a StorageError that
+says how much is missing; the caller waits and tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from node.config import NodeConfig
+from protocol import codec, identity, limits
+from protocol.envelope import Signed
+from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError
+from protocol.lease import Lease
+from protocol.policy import Manifest, PolicyFile, policy_root
+from protocol.run import RunAddress
+from protocol.trace import Trace
+
+_MANIFEST_NAME: Final = "manifest.msgpack"  # no suffix of a policy's file: not part of the root
+_UNFINISHED: Final = ".unfinished"
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PieceMissing(PolicyError):
+    """A policy cannot be put together now, and may be when it is offered again."""
+
+
+# --- files that are whole or absent ---
+
+
+@contextlib.contextmanager
+def _named(what: str, path: Path, needed: int = 0) -> Iterator[None]:
+    """Turns the system's errors into a StorageError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StorageError(
+                f"the disk is full: {what} needs {size_text(needed) if needed else 'more space'} in {path}: free some"
+            ) from error
+        raise StorageError(f"{what} failed at {path}: {error.strerror or error}") from error
+
+
+def write_whole(path: Path, data: bytes, what: str) -> None:
+    """Write `data` to `path`, whole or not at all, also after a power cut. Raises StorageError."""
+    beside = path.with_name(path.name + _UNFINISHED)
+    with _named(what, path, len(data)):
+        try:
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def size_text(count: int) -> str:
+    """Bytes as a person reads them."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+class Log:
+    """Lines appended for ever, in two files of bounded size: the log and the one before it."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path = path
+        self._most = most_bytes
+
+    def append(self, entry: dict[str, Any]) -> None:
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        with _named("writing the log", self._path, len(line)):
+            if self._path.exists() and self._path.stat().st_size + len(line) > self._most:
+                os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+            with self._path.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+# --- the home ---
+
+
+class Home:
+    """A home folder held by this process alone. Use as a context manager.
+
+    Raises StorageError when another process holds it or the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock: int | None = None
+
+    def __enter__(self) -> Home:
+        with _named("opening the home folder", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._lock)
+            self._lock = None
+            raise StorageError(
+                f"another rlnode{f' (process {holder})' if holder else ''} uses {self.folder}: stop it, or give this "
+                "one a home of its own with --home FOLDER (two nodes must not share an identity)"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.close(self._lock)
+            self._lock = None
+
+    def run(self, run: bytes, config: NodeConfig) -> RunStore:
+        """What this home holds of one run."""
+        return RunStore(self.folder / "runs" / run.hex()[:16], config)
+
+    def load_or_make_identity(self) -> tuple[identity.Identity, bool]:
+        """The node's key, made on the first use (then True). A key that is there and cannot be used is an
+        error, never replaced. Raises KeyFileError."""
+        path = key_path(self.folder)
+        if path.exists() or path.is_symlink():
+            return identity.load_identity(path), False
+        if any((self.folder / "runs").glob("*/outbox/*.trace")):
+            raise KeyFileError(
+                f"{path} is gone, but this home holds traces signed with it: restore it with "
+                "`rlnode key restore FILE`, or start afresh with another --home"
+            )
+        made = identity.Identity.generate()
+        identity.save_identity(made, path)
+        return made, True
+
+
+def key_path(home: Path) -> Path:
+    return home / "key"
+
+
+def save_address(home: Path, address: RunAddress) -> None:
+    write_whole(home / "address", f"{address}\n".encode(), "saving the address")
+
+
+def load_address(home: Path) -> RunAddress | None:
+    """The address saved by an earlier `rlnode join ADDRESS`. Raises UsageError when it is damaged."""
+    try:
+        return RunAddress.parse((home / "address").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {home / 'address'}: {error.strerror}") from error
+
+
+def write_status(home: Path, status: dict[str, Any]) -> None:
+    """For `rlnode status`. Not flushed to the disk: it is of the moment."""
+    path = home / "status.json"
+    beside = path.with_name(path.name + _UNFINISHED)
+    with _named("writing the status", path):
+        beside.write_text(json.dumps(status))
+        os.replace(beside, path)
+
+
+def read_status(home: Path) -> dict[str, Any] | None:
+    try:
+        status = json.loads((home / "status.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return status if isinstance(status, dict) else None
+
+
+def lock_holder(home: Path) -> int | None:
+    """The process that holds the home now, if any."""
+    try:
+        handle = os.open(home / "lock", os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        text = os.pread(handle, 32, 0).decode("ascii", "replace").strip()
+        return int(text) if text.isdigit() else -1
+    finally:
+        os.close(handle)
+    return None
+
+
+# --- one run ---
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPolicy:
+    """A policy on this disk, whole and checked when it was put there."""
+
+    version: int
+    root: bytes
+    folder: Path
+    manifest: Signed
+    places: Mapping[bytes, tuple[str, int, int]]  # blob digest → file name, offset, length
+
+
+def _held(folder: Path, signed: Signed) -> HeldPolicy:
+    manifest = codec.decode(Manifest, signed.payload)
+    places: dict[bytes, tuple[str, int, int]] = {}
+    for file in manifest.files:
+        offset = 0
+        for blob in file.blobs:
+            places.setdefault(blob.digest, (file.name, offset, blob.length))
+            offset += blob.length
+    return HeldPolicy(manifest.version, manifest.root, folder, signed, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """A signed trace that has no receipt yet."""
+
+    digest: bytes
+    lease_id: bytes
+    slot: int
+    policy_version: int
+
+
+def _disk_free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+class RunStore:
+    """What a home holds of one run. `free_bytes` tells what the file system has left (tests give their own)."""
+
+    def __init__(self, folder: Path, config: NodeConfig, free_bytes: Callable[[Path], int] = _disk_free) -> None:
+        self.folder = folder
+        self._config = config
+        self._free_bytes = free_bytes
+        self._blobs = folder / "blobs"
+        self._policies = folder / "policies"
+        self._leases = folder / "leases"
+        self._outbox = folder / "outbox"
+        self._refused = folder / "refused"
+        with _named("opening the home folder", folder):
+            for each in (self._blobs, self._policies, self._leases, self._outbox, self._refused):
+                each.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+        self._receipts = Log(folder / "receipts.log", config.log_bytes)
+        self._verdicts = Log(folder / "verdicts.log", config.log_bytes)
+        self.unsent: dict[bytes, Unsent] = self._read_outbox()
+        self.held: dict[int, HeldPolicy] = self._read_policies()
+
+    def _sweep(self) -> None:
+        """What a kill left half-written. Blobs stay: they are how a download goes on."""
+        for path in self.folder.glob(f"*/*{_UNFINISHED}"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    # --- space ---
+
+    def check_space(self, needed: int, what: str) -> None:
+        """Raise StorageError unless `needed` more bytes fit the disk and the budget."""
+        free = self._free_bytes(self.folder) - self._config.disk_reserve_bytes
+        if needed > free:
+            raise StorageError(
+                f"{what} needs {size_text(needed)}, the disk of {self.folder} has {size_text(max(0, free))} to "
+                f"spare: free {size_text(needed - max(0, free))}, or use another disk with --home FOLDER"
+            )
+        if self._config.disk_bytes is None:
+            return
+        left = self._config.disk_bytes - self.used_bytes()
+        if needed > left:
+            raise StorageError(
+                f"{what} needs {size_text(needed)}, --disk leaves {size_text(max(0, left))}: raise it by "
+                f"{size_text(needed - max(0, left))}"
+            )
+
+    def used_bytes(self) -> int:
+        total = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(OSError):  # another task may just have removed it
+                total += path.stat().st_size if path.is_file() else 0
+        return total
+
+    # --- blobs ---
+
+    def put_blob(self, digest: bytes, data: bytes) -> None:
+        """Store bytes that hash to `digest` (the caller's check is repeated: nothing unverified is stored).
+
+        Raises ValueError when they do not, StorageError.
+        """
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("these bytes are not the blob that was asked for")
+        write_whole(self._blobs / digest.hex(), data, "storing a piece of the policy")
+
+    def read_blob(self, digest: bytes) -> bytes | None:
+        """A blob that lies here, by itself or inside a policy held; None when it is not here or is damaged."""
+        path = self._blobs / digest.hex()
+        if path.exists():
+            data = path.read_bytes()
+            if hashlib.sha256(data).digest() == digest:
+                return data
+            path.unlink()
+        for held in tuple(self.held.values()):
+            if digest in held.places:
+                name, offset, length = held.places[digest]
+                data = _read_range(held.folder / name, offset, length)
+                if hashlib.sha256(data).digest() == digest:
+                    return data
+        return None
+
+    def drop_blobs(self, keep: Iterable[bytes] = ()) -> None:
+        """Forget pieces that no download needs any more."""
+        names = {digest.hex() for digest in keep}
+        for path in self._blobs.iterdir():
+            if path.name not in names:
+                path.unlink(missing_ok=True)
+
+    # --- policies ---
+
+    @property
+    def highest_version(self) -> int:
+        """The highest version that ever lay here whole, -1 for none."""
+        return max(self.held, default=-1)
+
+    def assemble(self, manifest: Manifest, signed: Signed) -> HeldPolicy:
+        """Put the blobs of a manifest together beside, recompute the root, give the folder its name.
+
+        Raises PolicyError when the root differs (nothing is kept), PieceMissing, StorageError.
+        """
+        name = f"v{manifest.version:08d}-{manifest.root.hex()[:16]}"
+        beside = self._policies / (name + _UNFINISHED)
+        with _named("putting the policy together", beside, manifest.size):
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            for file in manifest.files:
+                self._write_file(beside / file.name, file)
+            root = policy_root(beside)
+            if root != manifest.root:
+                shutil.rmtree(beside)
+                raise PolicyError(
+                    f"policy {manifest.version} has the root {root.hex()[:16]}…, its manifest says "
+                    f"{manifest.root.hex()[:16]}…: the trainer signed a manifest that does not fit its files"
+                )
+            write_whole(beside / _MANIFEST_NAME, codec.encode(signed), "storing the manifest")
+            final = self._policies / name
+            if not final.exists():
+                os.rename(beside, final)
+            _sync_folder(self._policies)
+        held = _held(final, signed)
+        self.held[held.version] = held
+        return held
+
+    def _write_file(self, path: Path, file: PolicyFile) -> None:
+        with path.open("wb") as out:
+            for blob in file.blobs:
+                data = self.read_blob(blob.digest)
+                if data is None:
+                    raise PieceMissing(f"a piece of {file.name} is gone from {self._blobs}")
+                out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+
+    def _read_policies(self) -> dict[int, HeldPolicy]:
+        found = {}
+        for folder in self._policies.iterdir():
+            try:
+                held = _held(folder, codec.decode(Signed, (folder / _MANIFEST_NAME).read_bytes()))
+            except (OSError, DecodeError):
+                shutil.rmtree(folder, ignore_errors=True)  # not one of ours, or damaged: fetched again
+                continue
+            found[held.version] = held
+        return found
+
+    def prune(self, in_use: Iterable[int]) -> None:
+        """Keep the last few versions, those in use, and those an unsent trace was drawn from."""
+        newest = sorted(self.held)[-self._config.keep_versions :]
+        keep = {*newest, *in_use, *(each.policy_version for each in tuple(self.unsent.values()))}
+        for version in [each for each in self.held if each not in keep]:
+            shutil.rmtree(self.held.pop(version).folder, ignore_errors=True)
+
+    # --- leases that are not settled ---
+
+    def save_lease(self, lease_id: bytes, signed: Signed) -> None:
+        write_whole(self._leases / f"{lease_id.hex()}.lease", codec.encode(signed), "noting a lease")
+
+    def drop_lease(self, lease_id: bytes) -> None:
+        (self._leases / f"{lease_id.hex()}.lease").unlink(missing_ok=True)
+
+    def leases(self) -> tuple[Lease, ...]:
+        """Leases an earlier process took and did not settle."""
+        found = []
+        for path in sorted(self._leases.glob("*.lease")):
+            try:
+                found.append(codec.decode(Lease, codec.decode(Signed, path.read_bytes()).payload))
+            except (OSError, DecodeError):
+                path.unlink(missing_ok=True)
+        return tuple(found)
+
+    # --- traces on their way ---
+
+    def put_trace(self, signed: Signed, trace: Trace) -> Unsent:
+        """Keep a signed trace until it has a receipt. On the disk when this returns."""
+        digest = signed.digest
+        write_whole(self._outbox / f"{digest.hex()}.trace", codec.encode(signed), "keeping a finished trace")
+        unsent = Unsent(digest, trace.lease_id, trace.slot, trace.policy_version)
+        self.unsent[digest] = unsent
+        return unsent
+
+    def read_trace(self, digest: bytes) -> Signed:
+        path = self._outbox / f"{digest.hex()}.trace"
+        with _named("reading an unsent trace", path):
+            return codec.decode(Signed, path.read_bytes())
+
+    def _read_outbox(self) -> dict[bytes, Unsent]:
+        found = {}
+        for path in sorted(self._outbox.glob("*.trace"), key=lambda each: each.stat().st_mtime_ns):
+            try:
+                signed = codec.decode(Signed, path.read_bytes())
+                trace = codec.decode(Trace, signed.payload, most=limits.MAX_TRACE_BYTES)
+            except DecodeError:
+                path.rename(self._refused / path.name)
+                continue
+            found[signed.digest] = Unsent(signed.digest, trace.lease_id, trace.slot, trace.policy_version)
+        return found
+
+    def settle(self, digest: bytes, receipt: Signed) -> None:
+        """The trainer has the trace: note its receipt, then forget the trace."""
+        unsent = self.unsent[digest]
+        self._receipts.append(
+            {
+                "trace": digest.hex(),
+                "lease": unsent.lease_id.hex(),
+                "slot": unsent.slot,
+                "receipt": codec.encode(receipt).hex(),
+            }
+        )
+        (self._outbox / f"{digest.hex()}.trace").unlink(missing_ok=True)
+        del self.unsent[digest]
+
+    def refuse(self, digest: bytes) -> None:
+        """The trainer refused the trace on the spot: keep it for an appeal, the oldest make room."""
+        source = self._outbox / f"{digest.hex()}.trace"
+        with _named("keeping a refused trace", self._refused):
+            if source.exists():
+                os.replace(source, self._refused / source.name)
+            kept = sorted(self._refused.iterdir(), key=lambda each: each.stat().st_mtime_ns)
+            for path in kept[: max(0, len(kept) - self._config.keep_refused)]:
+                path.unlink(missing_ok=True)
+        self.unsent.pop(digest, None)
+
+    # --- verdicts ---
+
+    @property
+    def verdict_cursor(self) -> int:
+        """Up to where the trainer's verdicts have been noted."""
+        try:
+            return int((self.folder / "cursor").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def note_verdicts(self, verdicts: Iterable[tuple[dict[str, Any], Signed]], cursor: int) -> None:
+        """Append verdicts to the log, then move the cursor: after a kill one may be noted twice, none is lost."""
+        for summary, signed in verdicts:
+            self._verdicts.append({**summary, "verdict": codec.encode(signed).hex()})
+        write_whole(self.folder / "cursor", str(cursor).encode(), "noting how far the verdicts were read")
+
+
+def _read_range(path: Path, offset: int, length: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+    except OSError:
+        return b""

@@ -1,0 +1,489 @@
+"""Leases in, signed traces out: the node's work.
+
+    take a lease → check it → for each slot: draw a turn, let the environment answer, again →
+    proofs → reward → sign → outbox
+
+One policy at a time is in the engine: when a newer one is ready, what was leased under the old one is
+finished, then the engine swaps. Not here: talking to the trainer (session.py), the state of leases (leases.py),
+decoding (the engines).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final, TypeVar
+
+import trio
+
+from node.config import NodeConfig
+from node.engine import Engine, SequenceRequest, probe
+from node.engine_thread import EngineThread
+from node.failures import foremost
+from node.leases import LeaseBook, SlotWork
+from node.report import Event, Level, Report, Status
+from node.store import HeldPolicy, RunStore
+from protocol import limits
+from protocol.envelope import Signed, seal, unseal
+from protocol.environments import base, rollout
+from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.errors import (
+    Code,
+    EngineError,
+    EnvironmentFault,
+    LocalError,
+    PolicyError,
+    RemoteError,
+    RLCommonsError,
+    StorageError,
+    UsageError,
+)
+from protocol.identity import Identity
+from protocol.lease import Lease
+from protocol.net.backoff import backoff
+from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
+
+T = TypeVar("T")
+
+_ENVIRONMENTS_KEPT: Final = 64
+_DURATIONS_KEPT: Final = 32  # recent completions, to tell how long the next will take
+_STORAGE_RETRY_SECONDS: Final = 5.0
+
+
+def software() -> str:
+    """This package and its version, as the peers see it."""
+    return f"rlcommons {importlib.metadata.version('rlcommons')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a worker holds leases to: which run, signed by whom, for whom."""
+
+    run: bytes
+    trainer: bytes
+    identity: Identity
+
+
+@dataclass(slots=True)
+class _Episode:
+    """A completion while it is drawn."""
+
+    spans: list[tuple[SpanKind, tuple[int, ...]]] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    replies: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> int:
+        return sum(len(ids) for _, ids in self.spans)
+
+
+class Worker:
+    """Draws the slots of leases. `take`, `policy_ready` and `stop` are called by others while `run` runs."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        config: NodeConfig,
+        store: RunStore,
+        make_engine: Callable[[], Engine],
+        now_ms: Callable[[], int],
+        report: Report,
+        status: Status,
+        random: Random,
+    ) -> None:
+        self.book = LeaseBook()
+        self.wants_leases = trio.Event()  # set when there may be room for more
+        self.has_news = trio.Event()  # set when there is something to send
+        self.trainer_software = "the trainer"
+        self.described = trio.Event()  # set once `descriptor` is known
+        self.descriptor: EngineDescriptor | None = None
+        self._terms = terms
+        self._config = config
+        self._store = store
+        self._make_engine = make_engine
+        self._now_ms = now_ms
+        self._report = report
+        self._status = status
+        self._random = random
+        self._changed = trio.Event()
+        self._next: HeldPolicy | None = None  # the newest policy that is whole on the disk
+        self._loaded: HeldPolicy | None = None  # the policy in the engine
+        self._engine: EngineThread | None = None
+        self._tokenizers: OrderedDict[bytes, PolicyTokenizer] = OrderedDict()
+        self._environments: OrderedDict[tuple[str, str], base.GuardedEnvironment] = OrderedDict()
+        self._threads = trio.CapacityLimiter(config.environment_threads)
+        self._durations: deque[float] = deque(maxlen=_DURATIONS_KEPT)
+        self._running: dict[str, trio.CancelScope] = {}  # completions in the engine, by key
+        self._disk_full = False
+        self._stopping = False
+
+    # --- what others ask ---
+
+    def policy_ready(self, held: HeldPolicy) -> None:
+        """A policy is whole on the disk; the engine takes it when it is free."""
+        if self._next is None or held.version > self._next.version:
+            self._next = held
+            self.wake()
+
+    def room(self) -> int:
+        """Slots to ask leases for. Asked in lots: when half of what should wait here is gone."""
+        if self._next is None or self._engine is None or self._stopping or self._disk_full:
+            return 0
+        if len(self._store.unsent) >= self._config.max_unsent:
+            return 0
+        slots = self._engine.slots
+        ahead = math.ceil(slots * self._config.prefetch)
+        missing = slots + ahead - self.book.drawing() - self.book.waiting()
+        return missing if missing > ahead // 2 else 0
+
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions to ask leases for: the newest alone, so that the engine drains towards it."""
+        return () if self._next is None else (self._next.version,)
+
+    def versions_in_use(self) -> frozenset[int]:
+        loaded = frozenset() if self._loaded is None else frozenset([self._loaded.version])
+        return loaded | self.book.versions()
+
+    def stop(self, cause: str) -> None:
+        """Draw nothing more; what is open is given back."""
+        self._stopping = True
+        self.book.give_back_all(cause)
+        self.wake()
+
+    def settled(self, lease_id: bytes, slot: int) -> None:
+        """The trainer answered for this slot's trace."""
+        if self.book.settled(lease_id, slot):
+            self._store.drop_lease(lease_id)
+        self.wake()
+
+    def wake(self) -> None:
+        for name in ("_changed", "wants_leases", "has_news"):
+            event: trio.Event = getattr(self, name)
+            event.set()
+            setattr(self, name, trio.Event())
+
+    # --- leases ---
+
+    async def take(self, signed: Signed) -> None:
+        """Check a lease and queue its slots. One that cannot be drawn here is given back with the cause.
+
+        Raises RemoteError for what no honest trainer sends.
+        """
+        lease = unseal(Lease, signed, signer=self._terms.trainer)
+        if lease.run != self._terms.run or lease.node != self._terms.identity.node:
+            raise RemoteError(Code.MALFORMED, "the trainer sent a lease of another run or of another node")
+        await self._blocking(self._store.save_lease, lease.lease_id, signed)
+        cause = ""
+        try:
+            await self._check_lease(lease)
+        except RLCommonsError as error:
+            cause = str(error)
+        if self.book.take(lease) and (cause or self._stopping):
+            self._give_back(lease, cause or "the node is stopping")
+        self.wake()
+
+    def _give_back(self, lease: Lease, cause: str) -> None:
+        self.book.give_back(lease.lease_id, cause[: limits.MAX_TEXT_CHARACTERS])
+        for key in [each for each in self._running if each.startswith(lease.lease_id.hex())]:
+            self._running[key].cancel()
+        self._say("lease_returned", f"gave a lease back: {cause}", Level.WARNING, lease=lease.lease_id.hex())
+        self.wake()
+
+    async def _check_lease(self, lease: Lease) -> None:
+        """Whether this node can draw the lease as it stands. Raises RLCommonsError with the cause."""
+        held = self._store.held.get(lease.policy_version)
+        if held is None or held.root != lease.policy_root:
+            raise PolicyError(f"this node does not hold policy {lease.policy_version}")
+        if self._loaded is not None and lease.policy_version < self._loaded.version:
+            raise PolicyError(f"policy {lease.policy_version} left the engine for version {self._loaded.version}")
+        if not lease.slots or lease.temperature <= 0 or min(lease.max_tokens, lease.max_turn_tokens) < 1:
+            raise PolicyError("the lease has no slot, no token or no temperature to draw with")
+        environment = await self._environment(lease)
+        tokenizer = await self._tokenizer(held)
+        messages = await self._ask_environment(lease, environment.prompt, lease.task_index)
+        # SPEC 8.4: the prompt of a lease is the task rendered by the policy's own tokenizer.
+        ours = await self._blocking(tokenizer.prompt_ids, messages)
+        if ours != lease.prompt:
+            raise EnvironmentFault(
+                f"task {lease.task_index} of {lease.environment} renders to another prompt here ({len(ours)} "
+                f"tokens) than in the lease ({len(lease.prompt)}): this node has {_versions()}, the trainer "
+                f"{self.trainer_software}; bring both to the same versions"
+            )
+
+    async def _environment(self, lease: Lease) -> base.GuardedEnvironment:
+        key = (lease.environment, lease.parameters)
+        if key not in self._environments:
+            try:
+                self._environments[key] = await self._blocking(base.load, *key)
+            except UsageError as error:
+                raise EnvironmentFault(str(error)) from error
+            if len(self._environments) > _ENVIRONMENTS_KEPT:
+                self._environments.popitem(last=False)
+        return self._environments[key]
+
+    async def _tokenizer(self, held: HeldPolicy) -> PolicyTokenizer:
+        if held.root not in self._tokenizers:
+            self._tokenizers[held.root] = await self._blocking(PolicyTokenizer.load, held.folder)
+            if len(self._tokenizers) > self._config.keep_versions:
+                self._tokenizers.popitem(last=False)
+        return self._tokenizers[held.root]
+
+    async def _blocking(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Disk and processor work that must not hold up the network."""
+        return await trio.to_thread.run_sync(function, *arguments)
+
+    async def _ask_environment(self, lease: Lease, function: Callable[..., T], *arguments: Any) -> T:
+        """An environment's answer, in time. Raises EnvironmentFault."""
+        seconds = self._config.environment_seconds
+        with trio.move_on_after(seconds):
+            # trio-typing, which libp2p brings along, describes an older trio.
+            return await trio.to_thread.run_sync(  # type: ignore[call-arg]
+                function, *arguments, limiter=self._threads, abandon_on_cancel=True
+            )
+        raise EnvironmentFault(
+            f"environment {lease.environment}, task {lease.task_index}: no answer within {seconds:g} s"
+        )
+
+    # --- the engine's life ---
+
+    async def run(self) -> None:
+        """Draw for ever. A broken engine is made again, after a pause that grows with each failure in a row."""
+        delays = backoff(self._random, first=1.0, cap=300.0)
+        while True:
+            drawn = self._status.traces_drawn
+            try:
+                await self._run_engine()
+            except EngineError as error:
+                if not self.described.is_set():
+                    raise LocalError(str(error)) from None  # there never was an engine here
+                if self._status.traces_drawn > drawn:
+                    delays = backoff(self._random, first=1.0, cap=300.0)
+                delay = next(delays)
+                given = self.book.give_back_all(f"the engine failed: {error}"[:1024])
+                self._say(
+                    "engine_failed",
+                    f"{error}; {given} leases given back, the engine is made again in {delay:.0f} s",
+                    Level.ERROR,
+                )
+                self.wake()
+                await trio.sleep(delay)
+
+    async def _run_engine(self) -> None:
+        engine = EngineThread(self._make_engine, self._status.tokens.add)
+        try:
+            with foremost():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(engine.run)
+                    self.descriptor = await engine.call(lambda each: each.descriptor())
+                    self._status.engine = _describe(self.descriptor)
+                    self._engine = engine
+                    self.described.set()
+                    await self._draw_all(engine, nursery)
+        finally:
+            self._engine = None
+            self._loaded = None
+            self._running.clear()
+            self._status.policy_version = None
+
+    async def _draw_all(self, engine: EngineThread, nursery: trio.Nursery) -> None:
+        """Keep every slot of the engine busy, under one policy at a time."""
+        while True:
+            await self._swap_if_due(engine)
+            self._give_back_expired()
+            version = -1 if self._loaded is None else self._loaded.version
+            while self._has_free_slot(engine) and (work := self.book.next_slot(version)):
+                if self._in_time(work.lease):
+                    self._running[work.key] = trio.CancelScope()
+                    nursery.start_soon(self._draw_slot, engine, work)
+            self._update_status(engine)
+            changed = self._changed
+            with trio.move_on_after(1.0):  # leases run out while nothing else happens
+                await changed.wait()
+
+    def _has_free_slot(self, engine: EngineThread) -> bool:
+        return len(self._running) < engine.slots and not self._disk_full and not self._stopping
+
+    def _update_status(self, engine: EngineThread) -> None:
+        self._status.slots_total = engine.slots
+        self._status.slots_busy = len(self._running)
+        self._status.leases_waiting = self.book.waiting()
+        self._status.unsent = len(self._store.unsent)
+
+    async def _swap_if_due(self, engine: EngineThread) -> None:
+        """Load the newest policy once nothing leased under the present one is left to draw."""
+        target, loaded = self._next, self._loaded
+        if target is None or (loaded is not None and loaded.version >= target.version):
+            return
+        if self._running or (loaded is not None and self.book.waiting(loaded.version)):
+            return
+        self._status.state = f"loading policy {target.version}"
+        began = trio.current_time()
+        await engine.call(lambda each: each.load(target.folder, target.root))
+        # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
+        if await engine.call(lambda each: each.loaded_root) != target.root:
+            raise EngineError(f"the engine loaded another policy than version {target.version}")
+        if loaded is None:
+            await self._probe(engine, target)
+        self._loaded = target
+        self._status.policy_version = target.version
+        self._status.state = "drawing"
+        self._drop_older(target.version)
+        self._say(
+            "policy_loaded",
+            f"policy {target.version} is in the engine ({trio.current_time() - began:.1f} s)",
+            version=target.version,
+            root=target.root.hex(),
+        )
+        await self._blocking(self._store.prune, self.versions_in_use())
+        self.wake()
+
+    async def _probe(self, engine: EngineThread, held: HeldPolicy) -> None:
+        """Raises LocalError: with an engine that draws other tokens every trace would be refused."""
+        vocabulary = (await self._tokenizer(held)).vocabulary_size
+        try:
+            await engine.call(lambda each: probe(each, vocabulary))
+        except EngineError as error:
+            raise LocalError(f"the start-up check of the engine failed: {error}") from error
+
+    def _drop_older(self, version: int) -> None:
+        for older in [each for each in self.book.versions() if each < version]:
+            self.book.give_back_all(f"policy {older} left the engine for version {version}", version=older)
+
+    def _give_back_expired(self) -> None:
+        for lease_id in self.book.expired(self._now_ms()):
+            self.book.give_back(lease_id, "its deadline passed before it was drawn")
+            self._say("lease_expired", "a lease ran out before it was drawn", Level.WARNING, lease=lease_id.hex())
+            self.wake()
+
+    def _in_time(self, lease: Lease) -> bool:
+        """Give back, now, what would be late: the trainer can lease it to a faster node."""
+        likely = sorted(self._durations)[-max(1, len(self._durations) // 10)] if self._durations else 0.0
+        left = (lease.deadline_ms - self._now_ms()) / 1000
+        if left > likely:
+            return True
+        self._give_back(lease, f"{left:.0f} s are left, a completion takes about {likely:.0f} s here")
+        return False
+
+    # --- one completion ---
+
+    async def _draw_slot(self, engine: EngineThread, work: SlotWork) -> None:
+        """Draw one completion by its deadline and put its trace into the outbox."""
+        began = trio.current_time()
+        trace: Trace | None = None
+        scope = self._running[work.key]
+        scope.deadline = began + max(0.0, (work.lease.deadline_ms - self._now_ms()) / 1000)
+        try:
+            with scope:
+                trace = await self._draw(engine, work)
+                self._durations.append(trio.current_time() - began)
+        except (LocalError, UsageError) as error:
+            self._give_back(work.lease, str(error))
+        finally:
+            if trace is None:
+                engine.abort(work.key)
+            self._running.pop(work.key, None)
+        if trace is not None and self.book.is_drawing(work):
+            self.book.drawn(trace.lease_id, trace.slot)
+            await self._keep(trace)
+        self.wake()
+
+    async def _draw(self, engine: EngineThread, work: SlotWork) -> Trace:
+        """The one completion that the slot's seed allows, with its proofs and reward."""
+        lease = work.lease
+        started_ms = self._now_ms()
+        assert self._loaded is not None
+        tokenizer = await self._tokenizer(self._loaded)
+        environment = await self._environment(lease)
+        episode = await self._play(engine, work, environment, tokenizer)
+        proofs = await engine.finish(work.key)
+        reward = await self._ask_environment(lease, environment.reward, lease.task_index, episode.replies)
+        assert self.descriptor is not None
+        return Trace(
+            run=lease.run,
+            lease_id=lease.lease_id,
+            node=lease.node,
+            policy_version=lease.policy_version,
+            policy_root=lease.policy_root,
+            slot=work.slot,
+            tokens=tuple(token for _, ids in episode.spans for token in ids),
+            spans=tuple(Span(int(kind), len(ids)) for kind, ids in episode.spans),
+            logprobs=tuple(episode.logprobs),
+            proofs=proofs,
+            reward=reward,
+            engine=self.descriptor,
+            started_ms=started_ms,
+            finished_ms=self._now_ms(),
+        )
+
+    async def _play(
+        self,
+        engine: EngineThread,
+        work: SlotWork,
+        environment: base.GuardedEnvironment,
+        tokenizer: PolicyTokenizer,
+    ) -> _Episode:
+        """Turn and answer, until the rules of rollout.py say that the episode is over."""
+        lease = work.lease
+        episode = _Episode()
+        budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, 0)
+        turn = await engine.first_turn(SequenceRequest(work.key, lease.prompt, work.seed, lease.temperature, budget))
+        while True:
+            episode.spans.append((SpanKind.GENERATED, turn.tokens))
+            episode.logprobs.extend(turn.logprobs)
+            reply = rollout.reply_text(tokenizer, turn.tokens)
+            episode.replies = (*episode.replies, reply or "")
+            if reply is None:
+                return episode
+            observed = await self._ask_environment(
+                lease, rollout.next_observation, environment, tokenizer, lease.task_index, episode.replies
+            )
+            if observed is None or not rollout.has_room(observed, lease.max_tokens, episode.used):
+                return episode
+            episode.spans.append((SpanKind.OBSERVED, observed))
+            budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, episode.used)
+            turn = await engine.next_turn(work.key, observed, budget)
+
+    async def _keep(self, trace: Trace) -> None:
+        """Sign the trace and put it on the disk. A full disk is waited for: the trace is not lost."""
+        signed = await self._blocking(seal, self._terms.identity, trace)
+        while True:
+            try:
+                await self._blocking(self._store.put_trace, signed, trace)
+                break
+            except StorageError as error:
+                self._disk_full = True
+                self._say("storage", f"{error} (a finished trace waits for it)", Level.ERROR)
+                await trio.sleep(_STORAGE_RETRY_SECONDS)
+        self._disk_full = False
+        self._status.traces_drawn += 1
+        self._status.reward_sum += trace.reward
+        self._say(
+            "trace_drawn",
+            f"drew {len(trace.tokens)} tokens, reward {trace.reward:g}",
+            Level.DETAIL,
+            trace=signed.digest.hex(),
+            lease=trace.lease_id.hex(),
+            slot=trace.slot,
+            tokens=len(trace.tokens),
+            reward=trace.reward,
+        )
+
+    def _say(self, name: str, text: str, level: Level = Level.INFO, **values: Any) -> None:
+        self._report(Event(name, text, level, values))
+
+
+def _versions() -> str:
+    named = []
+    for package in ("rlcommons", "tokenizers", "jinja2"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            named.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(named)
+
+
+def _describe(descriptor: EngineDescriptor) -> str:
+    return f"{descriptor.name} {descriptor.version}, {descriptor.dtype} on {descriptor.device}"
