@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 
 from protocol import codec, envelope, identity, lease, limits, messages, policy, run, trace, verdict
+from protocol.environments import base as environments
 from protocol.errors import PolicyError, RemoteError, UsageError
+from protocol.net import session
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 SECTIONS = (
     "address",
     "codec",
+    "frames",
     "genesis",
     "identity",
     "lease",
@@ -30,6 +33,7 @@ SECTIONS = (
     "policy",
     "receipt",
     "seed",
+    "tasks",
     "trace",
     "trace_file",
     "verdict",
@@ -126,6 +130,34 @@ def message(entry: Entry) -> Any:
     return opened
 
 
+def payload(entry: Entry) -> dict[str, Any]:
+    """SPEC 9.1: length, kind, id, body."""
+    frame = raw(entry)
+    assert int.from_bytes(frame[:4], "big") == len(frame) - 4
+    kind, number, body = session._split(frame[4:])
+    return {"kind": int(kind), "id": number, "body": body.hex()}
+
+
+def error_body(entry: Entry) -> dict[str, str]:
+    refused = session.decode_error(raw(entry))
+    if "value" in entry and "message" not in entry["value"]:
+        return {"code": str(refused.code)}
+    assert session.encode_error(refused) == raw(entry)
+    return {"code": str(refused.code), "message": str(refused)}
+
+
+def prompt(entry: Entry) -> Any:
+    return environments.load(entry["environment"]).prompt(entry["index"])
+
+
+def step(entry: Entry) -> str | None:
+    return environments.load(entry["environment"]).step(entry["index"], tuple(entry["replies"]))
+
+
+def reward(entry: Entry) -> float:
+    return environments.load(entry["environment"]).reward(entry["index"], tuple(entry["replies"]))
+
+
 def policy_root(entry: Entry, folder: Path) -> bytes:
     for name, content in entry["files"].items():
         (folder / name).write_bytes(bytes.fromhex(content))
@@ -146,6 +178,11 @@ OPERATIONS: dict[str, Callable[[Entry], Any]] = {
         merkle_root,
         negotiate,
         message,
+        payload,
+        error_body,
+        prompt,
+        step,
+        reward,
     )
 }
 

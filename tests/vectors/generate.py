@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -1385,6 +1387,220 @@ def _negotiations(section: Section) -> None:
         )
 
 
+# --- SPEC 8.10: tasks ---
+
+TOOLS = ("add", "sub", "mul", "max", "min", "mod", "gcd", "cat")
+WORDS = ("sum", "difference", "product", "larger", "smaller", "remainder", "divisor", "joined")
+
+
+def task_words(person: bytes, index: int) -> tuple[int, ...]:
+    digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=16, person=person).digest()
+    return struct.unpack("<4I", digest)
+
+
+def tool_result(tool: int, a: int, b: int) -> int:
+    results = (a + b, a - b, a * b, max(a, b), min(a, b), a % b if b else 0, math.gcd(a, b), 100 * a + b)
+    return results[tool]
+
+
+def tools8_task(index: int) -> tuple[int, int, int]:
+    first, second, third, _ = task_words(b"tools8@1", index)
+    return third % 8, 10 + first % 22, 10 + second % 22
+
+
+def guess_number(index: int) -> int:
+    return 1 + task_words(b"guess@1", index)[0] % 20
+
+
+def tasks() -> dict[str, Any]:
+    section = Section("8.10")
+    for index in (0, 1, 2, 41, 2**32, 2**64 - 1):
+        tool, a, b = tools8_task(index)
+        text = f"{WORDS[tool]} of {a} and {b}"
+        section.good(
+            "prompt",
+            f"tools8_prompt_{index}",
+            "the question",
+            environment="tools8@1",
+            index=index,
+            value=[{"role": "user", "content": text}],
+        )
+        _tools8_rewards(section, index, str(tool_result(tool, a, b)))
+    for reply, shown in (
+        ("<|call|>add 12 30", "42"),
+        ("<|call|>sub 12 30", "-18"),
+        ("<|call|>mul 12 30", "360"),
+        ("<|call|>max 12 30", "30"),
+        ("<|call|>min 12 30", "12"),
+        ("<|call|>mod 29 12", "5"),
+        ("<|call|>gcd 12 30", "6"),
+        ("<|call|>cat 12 30", "1230"),
+        ("<|call|>cat 12 3", "1203"),
+        ("<|call|>mod 12 0", "error"),
+        ("<|call|>gcd 0 0", "0"),
+        ("<|call|>add 05 7", "12"),
+        ("<|call|>add 123 4", "error"),
+        ("<|call|>add 12 30 ", "error"),
+        ("<|call|>add  12 30", "error"),
+        ("<|call|>add 12 30\n", "error"),
+        ("<|call|>add -1 2", "error"),
+        ("<|call|>ADD 12 30", "error"),
+        ("<|call|>pow 12 30", "error"),
+        ("<|call|>add \u0661 2", "error"),
+        ("<|call|>", "error"),
+        ("<|answer|>42", None),
+        (" <|call|>add 12 30", None),
+        ("", None),
+    ):
+        name = f"tools8_step_{len(section.valid)}"
+        comment = "a call" if shown not in ("error", None) else "no call" if shown is None else "not a call"
+        section.good("step", name, comment, environment="tools8@1", index=0, replies=[reply], value=shown)
+    _guesses(section)
+    return section.content()
+
+
+def _tools8_rewards(section: Section, index: int, right: str) -> None:
+    call = "<|call|>add 1 1"
+    for name, replies, reward in (
+        ("right", [call, "<|answer|>" + right], 1.0),
+        ("padded", [call, "<|answer|>0" + right], 0.0),
+        ("blank", [call, "<|answer|>" + right + " "], 0.0),
+        ("bare", [call, right], 0.0),
+        ("early", ["<|answer|>" + right], 0.0),
+        ("cut_off", [call, ""], 0.0),
+    ):
+        comment = "the second reply decides"
+        section.good(
+            "reward",
+            f"tools8_{name}_{index}",
+            comment,
+            environment="tools8@1",
+            index=index,
+            replies=replies,
+            value=reward,
+        )
+
+
+def _guesses(section: Section) -> None:
+    section.good(
+        "prompt",
+        "guess_prompt",
+        "the same for every task",
+        environment="guess@1",
+        index=0,
+        value=[{"role": "user", "content": "guess 1-20"}],
+    )
+    for index in (0, 1, 2, 41, 2**64 - 1):
+        hidden = guess_number(index)
+        outside = [str(each) for each in (0, 21, 999)]
+        for reply in (*map(str, range(1, 21)), *outside, "007", "", "x", "1000", " 7", "7\n", "\u0667"):
+            known = reply.isascii() and reply.isdigit() and len(reply) <= 3
+            shown = None if not known or int(reply) == hidden else "higher" if int(reply) < hidden else "lower"
+            name = f"guess_step_{index}_{len(section.valid)}"
+            section.good("step", name, "one guess", environment="guess@1", index=index, replies=[reply], value=shown)
+        five = [str(hidden % 20 + 1)] * 5
+        section.good(
+            "step",
+            f"guess_five_{index}",
+            "no sixth guess",
+            environment="guess@1",
+            index=index,
+            replies=five,
+            value=None,
+        )
+        for replies in (
+            [str(hidden)],
+            ["0", "999"],
+            ["10"],
+            ["10", "15"],
+            ["10", "15", "5"],
+            [str(max(1, hidden - 1)), str(min(20, hidden + 1))],
+            ["10", "x"],
+            [str(hidden), ""],
+            ["999", "0", "10", "5", str(hidden)],
+        ):
+            name = f"guess_reward_{index}_{len(section.valid)}"
+            value = _guess_reward(hidden, replies)
+            section.good(
+                "reward", name, "what the hints left", environment="guess@1", index=index, replies=replies, value=value
+            )
+
+
+def _guess_reward(hidden: int, replies: list[str]) -> float:
+    if not all(reply.isascii() and reply.isdigit() and len(reply) <= 3 for reply in replies):
+        return 0.0
+    guesses = [int(reply) for reply in replies]
+    if guesses[-1] == hidden:
+        return 1.0
+    left = [n for n in range(1, 21) if all(n > g if g < hidden else n < g for g in guesses if g != hidden)]
+    return math.floor(math.log2(20 // len(left)) + 1e-9) / 10
+
+
+# --- SPEC 9.1: frames ---
+
+
+def frame(kind: int, number: int, body: bytes) -> bytes:
+    payload = bytes([kind]) + number.to_bytes(4, "big") + body
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def error_body(code: str, message: str) -> bytes:
+    return wire.mapping([("code", wire.text(code)), ("message", wire.text(message))])
+
+
+def frames() -> dict[str, Any]:
+    section = Section("9.1")
+    values = _messages()
+    hello, welcome = _body("Hello", values["Hello"]), _body("Welcome", values["Welcome"])
+    busy = error_body("BUSY", "more than 64 requests are unanswered")
+    announce = _body("Announce", values["Announce"])
+    for name, kind, number, body in (
+        ("hello", 0, 1, hello),
+        ("welcome", 1, 1, welcome),
+        ("request", 0, 2, _body("GetManifest", {"version": 0})),
+        ("error_reply", 2, 7, busy),
+        ("notice", 3, 0, announce),
+        ("largest_id", 0, 2**32 - 1, b"\x09\x80"),
+        ("empty_body", 1, 1, b""),
+    ):
+        value = {"kind": kind, "id": number, "body": body}
+        section.good("payload", name, "a whole frame", bytes=frame(kind, number, body), value=value)
+    for name, comment, code, payload in (
+        ("no_payload", "a frame of length 0", "MALFORMED", b""),
+        ("no_head", "four bytes", "MALFORMED", bytes(4)),
+        ("kind_4", "an unknown kind", "MALFORMED", b"\4" + (1).to_bytes(4, "big")),
+        ("request_0", "a request with the notices' id", "MALFORMED", bytes(5)),
+        ("reply_0", "a reply with the notices' id", "MALFORMED", b"\1" + bytes(4)),
+        ("notice_1", "a notice with an id", "MALFORMED", b"\3" + (1).to_bytes(4, "big")),
+    ):
+        section.bad("payload", name, comment, code, bytes=len(payload).to_bytes(4, "big") + payload)
+    for code, message in (("BUSY", ""), ("INTERNAL", "m" * 1024), ("NOT_FOUND", "\u00e9" * 1024)):
+        value = {"code": code, "message": message}
+        section.good(
+            "error_body", f"error_{code.lower()}", "a known code", bytes=error_body(code, message), value=value
+        )
+    unknown = error_body("NO_SUCH_CODE", "from a later version")
+    section.good("error_body", "error_unknown_code", "read as INTERNAL", bytes=unknown, value={"code": "INTERNAL"})
+    pair = [("code", wire.text("BUSY")), ("message", wire.text("later"))]
+    for name, comment, code, data in (
+        ("error_empty", "no map", "MALFORMED", b""),
+        ("error_swapped", "keys in the other order", "MALFORMED", wire.mapping(pair[::-1])),
+        ("error_missing", "no message", "MALFORMED", wire.mapping(pair[:1])),
+        ("error_unknown_key", "a third key", "MALFORMED", wire.mapping([*pair, ("zz", wire.NIL)])),
+        ("error_code_number", "a code that is no text", "MALFORMED", wire.mapping([("code", b"\1"), pair[1]])),
+        ("error_long_message", "1,025 characters", "MALFORMED", error_body("BUSY", "m" * 1025)),
+        (
+            "error_long_form",
+            "text in a longer form",
+            "NOT_CANONICAL",
+            wire.mapping([pair[0], ("message", b"\xd9\x05later")]),
+        ),
+        ("error_trailing", "one byte too many", "MALFORMED", wire.mapping(pair) + b"\0"),
+    ):
+        section.bad("error_body", name, comment, code, bytes=data)
+    return section.content()
+
+
 SECTIONS = {
     "identity.json": identity,
     "codec.json": codec,
@@ -1398,6 +1614,8 @@ SECTIONS = {
     "verdict.json": verdict,
     "trace_file.json": trace_file,
     "messages.json": messages,
+    "frames.json": frames,
+    "tasks.json": tasks,
 }
 
 
