@@ -9,6 +9,7 @@ model runner draws the same numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -20,11 +21,9 @@ from protocol.errors import UsageError
 Words = NDArray[np.uint32]
 
 SEED_PERSON: Final = b"rlcommons-seed-1"
-MAX_U: Final = np.float32(
-    1.0 - 2.0**-24
-)  # the largest float32 below 1; at 1 the noise would be minus infinity
+# The largest float32 below 1: at 1 the noise would be minus infinity.
+MAX_U: Final = np.float32(1.0 - 2.0**-24)
 
-_MASK: Final = 0xFFFFFFFF
 _C1: Final = np.uint32(0xCC9E2D51)
 _C2: Final = np.uint32(0x1B873593)
 _FIVE: Final = np.uint32(5)
@@ -57,23 +56,31 @@ def hash_prefix(seed: int, position: int) -> int:
 
     `position` is the absolute position of the input token: P - 1 for the first token after a prompt of P.
     """
-    if not 0 <= seed < 2**64:
-        raise UsageError(f"a seed is an unsigned 64-bit integer, not {seed}")
-    if not 0 <= position < 2**32:
-        raise UsageError(f"a position is an unsigned 32-bit integer, not {position}")
-    state = 0
+    return int(hash_prefixes([seed], [position])[0])
+
+
+def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> Words:
+    """`hash_prefix` of each pair: [N]. Raises UsageError for what does not fit 64 and 32 unsigned bits."""
+    try:
+        seed = np.array(seeds, dtype=np.uint64)
+        position = np.array(positions, dtype=np.uint32)
+    except (OverflowError, ValueError):
+        raise UsageError("a seed is an unsigned 64-bit and a position an unsigned 32-bit integer") from None
+    state = np.zeros(len(seed), dtype=np.uint32)
     # SPEC 10: the hash reads seed u64 LE ‖ position u32 LE ‖ token id u32 LE.
-    for word in (seed & _MASK, seed >> 32, position):
-        key = (word * int(_C1)) & _MASK
-        key = ((key << 15) | (key >> 17)) & _MASK
-        state ^= (key * int(_C2)) & _MASK
-        state = ((state << 13) | (state >> 19)) & _MASK
-        state = (state * 5 + int(_STEP)) & _MASK
+    for word in (seed.astype(np.uint32), (seed >> np.uint64(32)).astype(np.uint32), position):
+        state ^= token_keys(word)
+        state = (state << _13) | (state >> _19)
+        state *= _FIVE
+        state += _STEP
     return state
 
 
 def token_keys(tokens: NDArray[Any]) -> Words:
-    """The part of the hash that depends on the token id alone, any shape; worth caching for a vocabulary."""
+    """MurmurHash3's scramble of a word, any shape: all that the hash makes of a token id alone.
+
+    Worth caching for a vocabulary.
+    """
     keys: Words = np.atleast_1d(tokens).astype(np.uint32) * _C1
     keys = (keys << _15) | (keys >> _17)
     return keys * _C2
@@ -141,7 +148,5 @@ def noise(seed: int, positions: NDArray[Any], tokens: NDArray[Any]) -> NDArray[n
     """
     where = np.atleast_1d(positions)
     distinct, back = np.unique(where, return_inverse=True)
-    prefixes = np.array([hash_prefix(seed, int(p)) for p in distinct], dtype=np.uint32)[
-        back.reshape(where.shape)
-    ]
-    return gumbel(hashes(prefixes, token_keys(tokens)))
+    states = hash_prefixes([seed] * len(distinct), distinct.tolist())
+    return gumbel(hashes(states[back.reshape(where.shape)], token_keys(tokens)))

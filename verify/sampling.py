@@ -8,7 +8,7 @@ without the dense noise, and still exactly. With p = softmax(z), a token of hash
 logsumexp z + log(p / u), u = (h + ½)/2^32, because −log1p(−u) ≥ u. So a leader's score bounds the hash of every
 rival: h ≤ K·p. Likely tokens are hashed and compared; for the many unlikely ones K·p is so small that it is
 cheaper to undo the hash of every number below it and see which token ids come out.
-CUDA tensors take the dense path, which is cheap there.
+CUDA tensors take the dense path, which is cheap there; the tests run it on a CPU.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protocol.errors import EngineError, UsageError
-from protocol.noise import MAX_U, Words, gumbel, hash_prefix, hashes, token_keys, tokens_from, unhash
+from protocol.noise import MAX_U, Words, gumbel, hash_prefixes, hashes, token_keys, tokens_from, unhash
 from verify.thresholds import Judgement, Limits, at_temperature
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 _LIKELY: Final = math.exp(-12.5)  # p above this: hash the token; below: undo the hash. The optimum is flat.
+_HOPELESS: Final = 1e-20  # p below this: 46 nats behind, where noises differ by 26 at most
 _UNHASHED: Final = 1 << 19  # numbers undone at most; a row needs more once in 10^9, or at logits past 1e7
-_ROWS: Final = 16  # rows worked on at once: bounds memory at any N
+_SMALL: Final = 1 << 14  # a vocabulary no larger is hashed whole
+_VALUES: Final = 1 << 19  # logits worked on at once: bounds memory at any N
+_DENSE_ROWS: Final = 64  # the same for the dense path
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +141,12 @@ class _Race:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
         self.keys = _keys(vocabulary)
-        # A row's likeliest token has p ≥ 1/V: no row is left without a likely one.
-        self.likely = min(_LIKELY, 0.5 / vocabulary)
-        self.p = torch.empty((_ROWS, vocabulary), dtype=torch.float32)
-        self.mask = np.empty((_ROWS, vocabulary), dtype=np.bool_)
+        # A row's likeliest token has p ≥ 1/V, so no row is left without a likely one.
+        self.pruned = vocabulary > _SMALL
+        self.likely = min(_LIKELY, 0.5 / vocabulary) if self.pruned else _HOPELESS
+        rows = _rows_at_once(vocabulary)
+        self.p = torch.empty((rows, vocabulary), dtype=torch.float32)
+        self.mask = np.empty((rows, vocabulary), dtype=np.bool_)
 
     def score(self, z: Floats, prefixes: Words, tokens: Ids) -> Floats:
         """z + noise of one token a row."""
@@ -154,12 +159,12 @@ class _Race:
         tops = z.argmax(axis=1)
         highest = z[rows, tops]
         if not np.isfinite(highest).all():
-            row = start + int(np.flatnonzero(~np.isfinite(highest))[0])
-            raise EngineError(f"the logits of row {row} hold NaN or infinity, or nothing but minus infinity")
+            bad = start + int(np.flatnonzero(~np.isfinite(highest))[0])
+            raise EngineError(f"the logits of row {bad} are not finite: NaN, infinity or nothing but minus infinity")
         p = torch.softmax(torch.from_numpy(z), dim=1, out=self.p[: len(z)]).numpy()
         log_total = highest - np.log(p[rows, tops])
         likely = np.flatnonzero(np.greater(p, np.float32(self.likely), out=self.mask[: len(z)]))
-        if len(z) > 1 and len(likely) > p.size // 3:  # near uniform: smaller tables are faster
+        if self.pruned and len(z) > 1 and len(likely) > p.size // 3:  # near uniform: keep the tables small
             return _stack([self.run(z[i : i + 1], prefixes[i : i + 1], start + i) for i in range(len(z))])
         first = np.searchsorted(likely, rows * self.vocabulary)
         row = np.repeat(rows, np.diff(first, append=len(likely)))
@@ -171,10 +176,11 @@ class _Race:
         bound = _bounds(log_total, z[rows, token[lead]] + gumbel(drawn[lead]))
         rivals = np.flatnonzero(ratio <= bound.astype(np.float32)[row])
         found = [(row[rivals], token[rivals], drawn[rivals])]
-        for one in rows:
+        for one in rows if self.pruned else ():
             ids, words = self._unlikely(prefixes[one], bound[one])
             found.append((np.full(len(ids), one), ids, words))
-        return _best(z, *(np.concatenate(parts) for parts in zip(*found, strict=True)), log_total)
+        who, ids, words = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return _best(z, who, ids, words, log_total)
 
     def _unlikely(self, prefix: np.uint32, bound: float) -> tuple[Ids, Words]:
         """Ids and hashes of every token, likely or not, with a hash up to bound·likely."""
@@ -210,7 +216,11 @@ def _bounds(log_total: Floats, lead: Floats) -> NDArray[np.float64]:
     of z, of p, of the noise and of their sums, which grows with their size."""
     slack = 1e-3 + (np.abs(log_total) + np.abs(lead) + 32.0) * 2.0**-20
     exponent: NDArray[np.float64] = log_total.astype(np.float64) - lead + slack
-    return np.exp(np.minimum(exponent, 600.0)) * 2.0**32
+    return np.exp(np.minimum(exponent, 50.0)) * 2.0**32  # beyond e^50 nothing is pruned
+
+
+def _rows_at_once(vocabulary: int) -> int:
+    return max(16, _VALUES // vocabulary)
 
 
 @lru_cache(maxsize=8)
@@ -238,18 +248,19 @@ def _shape(
 
 
 def _prefixes(seeds: Sequence[int] | Tensor, positions: Sequence[int]) -> Words:
-    # A torch integer is signed: the same 64 bits.
-    pairs = zip(seeds, positions, strict=True)
-    return np.array([hash_prefix(int(s) % 2**64, int(p)) for s, p in pairs], dtype=np.uint32)
+    # A tensor's integers are signed: the same 64 bits.
+    words = [seed % 2**64 for seed in seeds.tolist()] if isinstance(seeds, Tensor) else seeds
+    return hash_prefixes(words, positions)
 
 
 def _blocks(logits: Tensor, temperatures: Sequence[float]) -> Iterator[tuple[int, Floats]]:
     """(first row, logits/T in float32) of a few rows at a time."""
     scale = torch.tensor(temperatures, dtype=torch.float32).view(-1, 1)
     plain = bool((scale == 1).all())
-    for start in range(0, len(logits), _ROWS):
-        block = logits[start : start + _ROWS].detach().to(torch.float32).contiguous()
-        yield start, (block if plain else block / scale[start : start + _ROWS]).numpy()
+    step = _rows_at_once(logits.shape[1])
+    for start in range(0, len(logits), step):
+        block = logits[start : start + step].detach().to(torch.float32).contiguous()
+        yield start, (block if plain else block / scale[start : start + step]).numpy()
 
 
 def dense_noise(prefixes: Words, vocabulary: int, device: torch.device | str) -> Tensor:
@@ -279,35 +290,32 @@ def _signed(word: int) -> int:
 
 
 def _dense(logits: Tensor, prefixes: Words, temperatures: Sequence[float], start: int) -> tuple[Tensor, Tensor]:
-    """z and z + noise of a block of rows that begins at `start`."""
-    stop = start + len(logits)
-    scale = torch.tensor(temperatures[start:stop], dtype=torch.float32, device=logits.device)
-    z = logits.detach().to(torch.float32) / scale.view(-1, 1)
-    return z, z + dense_noise(prefixes[start:stop], logits.shape[1], logits.device)
+    """z and z + noise of the block of rows that begins at `start`."""
+    part = slice(start, start + _DENSE_ROWS)
+    scale = torch.tensor(temperatures[part], dtype=torch.float32, device=logits.device)
+    z = logits[part].detach().to(torch.float32) / scale.view(-1, 1)
+    return z, z + dense_noise(prefixes[part], logits.shape[1], logits.device)
 
 
 def _sample_dense(logits: Tensor, prefixes: Words, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
     if bool(torch.isnan(logits).any()) or not bool(torch.isfinite(logits.amax(dim=1)).all()):
-        raise EngineError("the logits hold NaN or infinity, or nothing but minus infinity in a row")
+        raise EngineError("logits are not finite: NaN, infinity or nothing but minus infinity in a row")
     tokens, logprobs = [], []
-    for index, block in enumerate(logits.split(_ROWS)):
-        z, scores = _dense(block, prefixes, temperatures, index * _ROWS)
+    for start in range(0, len(logits), _DENSE_ROWS):
+        z, scores = _dense(logits, prefixes, temperatures, start)
         chosen = scores.argmax(dim=1, keepdim=True)
         tokens.append(chosen[:, 0])
         logprobs.append(torch.log_softmax(z, dim=1).gather(1, chosen)[:, 0])
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _margins_dense(
-    logits: Tensor, prefixes: Words, claimed: Ids, temperatures: Sequence[float]
-) -> MarginResult:
+def _margins_dense(logits: Tensor, prefixes: Words, claimed: Ids, temperatures: Sequence[float]) -> MarginResult:
     if not bool(torch.isfinite(logits).all()):
         raise EngineError("the verifier's logits are not finite: this trace was not judged")
     found, logprobs = [], []
-    for index, block in enumerate(logits.split(_ROWS)):
-        z, scores = _dense(block, prefixes, temperatures, index * _ROWS)
-        start = index * _ROWS
-        y = torch.from_numpy(claimed[start : start + len(block)]).to(logits.device).view(-1, 1)
+    for start in range(0, len(logits), _DENSE_ROWS):
+        z, scores = _dense(logits, prefixes, temperatures, start)
+        y = torch.from_numpy(claimed[start : start + _DENSE_ROWS]).to(logits.device).view(-1, 1)
         found.append(scores.amax(dim=1) - scores.gather(1, y)[:, 0])
         logprobs.append(torch.log_softmax(z, dim=1).gather(1, y)[:, 0])
     return MarginResult(torch.cat(found), torch.cat(logprobs))

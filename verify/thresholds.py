@@ -6,7 +6,6 @@ Fixed and documented here, for pairs of engines that were measured. Not here: th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from protocol.errors import UsageError
@@ -66,7 +65,22 @@ def measured_dtypes() -> tuple[str, ...]:
 def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
     """The limits for a worker and a verifier of these dtypes ("float32", "bfloat16").
 
-    Raises UsageError for a pair nobody measured.
+    Raises UsageError for a pair nobody measured: a limit guessed too tight refuses honest nodes.
+    Measured on SmolLM2-135M, chunks of 32 tokens, temperature 1.
+
+    float32 by float32. Two float32 kernels differ by their rounding: cached decode against prefill, and against
+    a float64 forward pass, moved logits of size 34 by at most 1.1e-4, logprobs by 4e-5, the largest hidden
+    values by 8e-6 of themselves; 512 of 512 tokens had margin 0 and 16 of 16 chunks matched in every bit. With
+    noise added to every hidden value (320 chunks each; worst exponent mismatches, worst mantissa mean):
+    1e-5 of the value 0 and 0.016 · 1e-4 1 and 0.047 · 3e-4 2 and 0.10 · 1e-3 3 and 0.21 · 1e-2 9 and 2.1.
+    So the mantissa mean refuses what is off by 1e-3 and leaves honest kernels a factor of ten; exponents only
+    have to absorb a changed rank 128. A margin of 0.01 is a hundred times the largest error seen, and no token
+    may exceed it: one forced token is a forgery. TF32 is not float32 here: switch it off.
+
+    bfloat16 by bfloat16 (vLLM against transformers). Exponent mismatches 3.5 (worst 14), mantissa mean 1.45
+    (worst 1.82), median 1.05 (worst 2); int4 gives 42 / 20 / 15, another question 35 / 17 / 13. A mismatch has a
+    random sign half of the time, and rarely otherwise: 14. Tokens agree in 97.8 to 99.0 %, the largest margin
+    was 0.131 and the logits' standard error about 0.0175, a thirtieth of both 0.5 limits.
     """
     try:
         return _LIMITS[worker_dtype, verifier_dtype]
@@ -79,5 +93,5 @@ def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
 
 
 def at_temperature(limit: float, temperature: float) -> float:
-    """A limit on logits/T, given one at T = 1: an error in the logits is divided by T too."""
-    return limit / min(1.0, temperature) if math.isfinite(temperature) and temperature > 0 else limit
+    """A limit on logits/T from one at T = 1: below 1 the logits' errors grow by 1/T, and the limit with them."""
+    return limit / min(1.0, temperature)

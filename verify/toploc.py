@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,9 +175,7 @@ def judge_proofs(results: Sequence[ChunkResult], limits: Limits) -> Judgement:
     judged = [r for r in results if r.length >= PROOF_MIN_JUDGED_TOKENS]
     if not judged:
         return Judgement(True, 0.0, 1.0, None, f"no chunk of {PROOF_MIN_JUDGED_TOKENS} tokens to judge")
-    worst, (ratio, detail) = max(
-        ((result, _worst(result, limits)) for result in judged), key=lambda pair: pair[1][0]
-    )
+    worst, (ratio, detail) = max(((result, _worst(result, limits)) for result in judged), key=lambda pair: pair[1][0])
     ok = ratio <= 1.0
     span = None if ok else (worst.start, worst.start + worst.length)
     return Judgement(ok, ratio, 1.0, span, detail)
