@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 

@@ -299,9 +299,7 @@ class TransformersEngine:
         self._batch = None
         return self._record(part, tokens.tolist(), logprobs.tolist())
 
-    def _record(
-        self, sequences: Sequence[_Sequence], tokens: list[int], logprobs: list[float]
-    ) -> tuple[TurnDone, ...]:
+    def _record(self, sequences: Sequence[_Sequence], tokens: list[int], logprobs: list[float]) -> tuple[TurnDone, ...]:
         """Append what was drawn; prove chunks that are full; end the turns that are over."""
         done: list[TurnDone] = []
         full: list[_Sequence] = []
@@ -385,9 +383,7 @@ class _ProofTails:
             self._rows, self._free = torch.empty(0, PROOF_CHUNK_TOKENS, hidden_size), []
         if not self._free:
             held = len(self._rows)
-            grown = torch.empty(
-                max(16, 2 * held), PROOF_CHUNK_TOKENS, hidden_size, dtype=torch.bfloat16, device=device
-            )
+            grown = torch.empty(max(16, 2 * held), PROOF_CHUNK_TOKENS, hidden_size, dtype=torch.bfloat16, device=device)
             grown[:held] = self._rows
             self._rows = grown
             self._free = list(range(len(grown) - 1, held - 1, -1))

@@ -64,11 +64,13 @@ class PolicyModel:
         positions: Tensor | None = None,
         mask: Any = None,
         cache: Any = None,
+        *,
+        head: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] and logits [N, vocabulary] of chosen rows of a forward pass.
 
-        ids [B, L]; rows: flat indices into B·L, ascending in the order wanted, or None for all. Without a mask
-        attention is causal, so padding belongs on the right.
+        ids [B, L]; rows: flat indices into B·L in the order wanted, or None for all. Without a mask attention is
+        causal, so padding belongs on the right. Without `head` there are no logits: [0, vocabulary].
         """
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": cache is not None}
         if positions is not None:
@@ -77,20 +79,18 @@ class PolicyModel:
             arguments["attention_mask"] = mask
         if cache is not None:
             arguments[self._cache_argument] = cache
-        self._tap.rows = rows
+        self._tap.rows, self._tap.closed = rows, not head
         try:
             logits: Tensor = self._model(**arguments).logits[0]
         finally:
             hidden = self._tap.take()
         return hidden, logits
 
-    def hidden_rows(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """As `run` without the logits, for heads that `head_is_plain`."""
-        self._tap.only_hidden = True
-        try:
-            return self.run(ids, rows)[0]
-        finally:
-            self._tap.only_hidden = False
+    def new_cache(self) -> Any:
+        """An empty cache of transformers' own for `run`: all rows of a pass have equally long pasts."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._model.config)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocabulary] of hidden states [N, hidden], for heads that `head_is_plain`."""
@@ -116,13 +116,19 @@ class PolicyModel:
         keys = torch.arange(columns, device=self.device)
         here = positions[:, None, :, None]
         seen = keys <= here
-        masks = {kind: self._additive(seen if kind == _FULL else seen & (keys > here - self._window))
-                 for kind in self.attention_kinds}
+        masks = {
+            kind: self._additive(seen if kind == _FULL else seen & (keys > here - self._window))
+            for kind in self.attention_kinds
+        }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _additive(self, seen: Tensor) -> Tensor:
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
         return torch.where(seen, blank, torch.finfo(self.dtype).min)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The live weights under every name a file may give them: tied ones are one tensor with several names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
 
     def swap(self, folder: Path) -> bool:
         """Copy the folder's weights into the live model. False, with nothing changed, when the folder holds
@@ -148,7 +154,7 @@ class _HeadTap:
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
-        self.only_hidden = False
+        self.closed = False  # let no row through
         self._hidden: Tensor | None = None
         self._aside = False
 
@@ -157,7 +163,7 @@ class _HeadTap:
             return None
         flat = arguments[0].flatten(0, -2)
         self._hidden = flat if self.rows is None else flat[self.rows]
-        passed = self._hidden[:0] if self.only_hidden else self._hidden
+        passed = self._hidden[:0] if self.closed else self._hidden
         return (passed[None], *arguments[1:])
 
     def take(self) -> Tensor:
@@ -194,10 +200,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         # Pickled weights and code from the folder stay shut: both run what a stranger wrote.
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     except Exception as error:  # transformers raises many kinds for a bad folder
@@ -222,7 +228,7 @@ def _tensor_files(folder: Path) -> Iterator[list[Any]]:
     if not paths:
         raise EngineError(f"{folder} holds no .safetensors file: a policy's weights are kept in these")
     try:
-        yield [safe_open(path, framework="pt") for path in paths]  # type: ignore[no-untyped-call]
+        yield [safe_open(path, framework="pt") for path in paths]
     except (SafetensorError, OSError) as error:
         raise EngineError(f"the weights in {folder} cannot be read: {error}") from error
 
