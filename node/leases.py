@@ -135,6 +135,10 @@ class LeaseBook:
         self._returns.remove(give_back)
         self._held.pop(give_back.lease_id, None)
 
+    def is_empty(self) -> bool:
+        """Nothing is left to draw, to send or to give back."""
+        return not self._held
+
     def is_drawing(self, work: SlotWork) -> bool:
         """False once the slot's lease was given back."""
         held = self._held.get(work.lease.lease_id)

@@ -26,12 +26,7 @@ from node.weights import PolicyFollower, keep_trying
 from node.worker import Worker, software
 from protocol import limits, messages
 from protocol.envelope import Signed, unseal
-from protocol.errors import (
-    Code,
-    NetError,
-    Refused,
-    RemoteError,
-)
+from protocol.errors import Code, DecodeError, NetError, Refused, RemoteError, StorageError
 from protocol.identity import Identity, peer_id
 from protocol.messages import Version
 from protocol.net.backoff import backoff
@@ -55,6 +50,7 @@ FATAL: Final = (
 LATER: Final = (Code.BUSY, Code.INTERNAL)
 _VERDICTS_REMEMBERED: Final = 8_192
 _SHORTEST_RETRY_MS: Final = 50
+_LASTING_SECONDS: Final = 30.0  # a session that held so long was a good one: the next try comes soon
 
 
 class TrainerClock:
@@ -111,7 +107,6 @@ class TrainerLink:
         self._report = report
         self._status = status
         self._random = random
-        self._welcomed = False
         self._sending: set[bytes] = set()
         self._last_cause = ""
         self._judged: OrderedDict[bytes, None] = OrderedDict()
@@ -126,14 +121,14 @@ class TrainerLink:
         delays = backoff(self._random)
         while True:
             self._status.state = "connecting"
-            self._welcomed = False
+            began = trio.current_time()
             try:
                 with foremost():
                     await self._one_session(descriptor)
             except (NetError, RemoteError) as error:
                 if isinstance(error, RemoteError) and error.code in FATAL:
                     raise
-                if self._welcomed:
+                if trio.current_time() - began > _LASTING_SECONDS:
                     delays = backoff(self._random)
                 delay = next(delays)
                 self._say(
@@ -161,13 +156,7 @@ class TrainerLink:
                 await session.close()
 
     async def _hello(self, session: Session, descriptor: EngineDescriptor) -> None:
-        hello = messages.Hello(
-            versions=(Version(*limits.PROTOCOL_VERSION),),
-            run=self._address.run,
-            software=software(),
-            clock_ms=int(time.time() * 1000),
-            engine=descriptor,
-        )
+        hello = hello_of(self._address.run, descriptor)
         began = time.monotonic()
         welcome = await self._ask(session, hello, messages.Welcome, "greeting the trainer")
         # SPEC 9.2: a node joins the run it was told, of the trainer it was told, and no other.
@@ -178,7 +167,6 @@ class TrainerLink:
         self._check_clock(self._clock.learn(welcome.clock_ms, began, time.monotonic()))
         self._worker.trainer_software = welcome.software
         self._follower.offer(welcome.manifest)
-        self._welcomed = True
         self._status.connected = True
         self._status.state = "connected"
         self._say(
@@ -341,9 +329,9 @@ class TrainerLink:
 
     async def _submit(self, session: Session, digest: bytes, places: trio.Semaphore) -> None:
         try:
-            signed = await trio.to_thread.run_sync(self._store.read_trace, digest)
             unsent = self._store.unsent[digest]
             try:
+                signed = await trio.to_thread.run_sync(self._store.read_trace, digest)
                 reply = await self._ask_patiently(
                     session, messages.Submit(signed), messages.Submitted, "submitting a trace"
                 )
@@ -351,6 +339,8 @@ class TrainerLink:
                 if error.code in FATAL or error.code == Code.UNEXPECTED_MESSAGE:
                     raise
                 await self._refused(digest, f"{error.code}: {error}")
+            except (StorageError, DecodeError) as error:
+                await self._refused(digest, f"it cannot be read any more: {error}")
             else:
                 await self._submitted(digest, reply)
             self._worker.settled(unsent.lease_id, unsent.slot)
@@ -384,7 +374,7 @@ class TrainerLink:
 
     async def _refused(self, digest: bytes, why: str) -> None:
         """The trainer will never take this trace: keep it aside, go on."""
-        await trio.to_thread.run_sync(self._store.refuse, digest)
+        await keep_trying(self._report, "a refused trace", self._store.refuse, digest)
         self._say(
             "trace_refused",
             f"the trainer refused a trace on the spot, {why} (kept in {self._store.folder / 'refused'})",
@@ -399,10 +389,10 @@ class TrainerLink:
         now = self._clock.now_ms()
         for lease in self._store.leases():
             unsent = [each.slot for each in self._store.unsent.values() if each.lease_id == lease.lease_id]
-            if not unsent and lease.deadline_ms <= now:
+            if lease.deadline_ms > now:
+                self._worker.book.resume(lease, unsent, "the node was started again")
+            elif not unsent:
                 self._store.drop_lease(lease.lease_id)
-                continue
-            self._worker.book.resume(lease, unsent, "the node was started again")
         if self._store.unsent:
             self._say("resumed", f"{len(self._store.unsent)} traces of an earlier run of this node wait to be sent")
 
@@ -413,11 +403,22 @@ class TrainerLink:
 
     async def flush(self) -> None:
         """Wait until everything is sent and given back, or the connection is gone."""
-        while self._status.connected and (self._store.unsent or self._worker.book.returns()):
+        while self._status.connected and (self._store.unsent or not self._worker.book.is_empty()):
             await self._worker.has_news.wait()
 
     def _say(self, name: str, text: str, level: Level = Level.INFO, **values: Any) -> None:
         self._report(Event(name, text, level, values))
+
+
+def hello_of(run: bytes, descriptor: EngineDescriptor) -> messages.Hello:
+    """The first message of a session."""
+    return messages.Hello(
+        versions=(Version(*limits.PROTOCOL_VERSION),),
+        run=run,
+        software=software(),
+        clock_ms=int(time.time() * 1000),
+        engine=descriptor,
+    )
 
 
 async def _refuse_request(body: bytes) -> bytes:

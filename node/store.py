@@ -61,21 +61,23 @@ def _named(what: str, path: Path, needed: int = 0) -> Iterator[None]:
         raise StorageError(f"{what} failed at {path}: {error.strerror or error}") from error
 
 
-def write_whole(path: Path, data: bytes, what: str) -> None:
-    """Write `data` to `path`, whole or not at all, also after a power cut. Raises StorageError."""
+def write_whole(path: Path, data: bytes, what: str, *, lasting: bool = True) -> None:
+    """Write `data` to `path`, whole or not at all; `lasting`: also after a power cut. Raises StorageError."""
     beside = path.with_name(path.name + _UNFINISHED)
     with _named(what, path, len(data)):
         try:
             with beside.open("wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                if lasting:
+                    os.fsync(file.fileno())
             os.replace(beside, path)
         except OSError:
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        if lasting:
+            _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -190,12 +192,8 @@ def load_address(home: Path) -> RunAddress | None:
 
 
 def write_status(home: Path, status: dict[str, Any]) -> None:
-    """For `rlnode status`. Not flushed to the disk: it is of the moment."""
-    path = home / "status.json"
-    beside = path.with_name(path.name + _UNFINISHED)
-    with _named("writing the status", path):
-        beside.write_text(json.dumps(status))
-        os.replace(beside, path)
+    """For `rlnode status`. It is of the moment, so it need not last."""
+    write_whole(home / "status.json", json.dumps(status).encode(), "writing the status", lasting=False)
 
 
 def read_status(home: Path) -> dict[str, Any] | None:
@@ -403,6 +401,18 @@ class RunStore:
             found[held.version] = held
         return found
 
+    def check_held(self, version: int) -> HeldPolicy | None:
+        """The policy, if it lies here and its files still are what its root says; else it is removed."""
+        held = self.held.get(version)
+        if held is None:
+            return None
+        with contextlib.suppress(PolicyError, OSError):
+            if policy_root(held.folder) == held.root:
+                return held
+        del self.held[version]
+        shutil.rmtree(held.folder, ignore_errors=True)
+        return None
+
     def prune(self, in_use: Iterable[int]) -> None:
         """Keep the last few versions, those in use, and those an unsent trace was drawn from."""
         newest = sorted(self.held)[-self._config.keep_versions :]
@@ -413,7 +423,9 @@ class RunStore:
     # --- leases that are not settled ---
 
     def save_lease(self, lease_id: bytes, signed: Signed) -> None:
-        write_whole(self._leases / f"{lease_id.hex()}.lease", codec.encode(signed), "noting a lease")
+        """So that a killed node can give it back. One lost in a power cut expires, so it need not last."""
+        path = self._leases / f"{lease_id.hex()}.lease"
+        write_whole(path, codec.encode(signed), "noting a lease", lasting=False)
 
     def drop_lease(self, lease_id: bytes) -> None:
         (self._leases / f"{lease_id.hex()}.lease").unlink(missing_ok=True)

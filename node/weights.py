@@ -32,6 +32,7 @@ from protocol.policy import Blob, Manifest, check_manifest
 T = TypeVar("T")
 
 _STORAGE_RETRY_SECONDS: Final = 5.0
+_STORAGE_TRIES_PER_WORD: Final = 12  # a minute
 _NOT_FOUND_TRIES: Final = 3  # then the policy is gone from the source: a newer one is out
 
 
@@ -166,12 +167,15 @@ class _Fetch:
 
 
 async def keep_trying(report: Report, who: str, store: Callable[..., T], *arguments: Any) -> T:
-    """Wait for a disk that has no room instead of losing what is to be stored."""
+    """Wait for a disk that has no room instead of losing what is to be stored. Says so now and then."""
+    tries = 0
     while True:
         try:
             return await trio.to_thread.run_sync(store, *arguments)
         except StorageError as error:
-            report(Event("storage", f"{error} ({who} waits for it)", Level.ERROR))
+            if tries % _STORAGE_TRIES_PER_WORD == 0:
+                report(Event("storage", f"{error} ({who} waits for it)", Level.ERROR))
+            tries += 1
             await trio.sleep(_STORAGE_RETRY_SECONDS)
 
 
@@ -247,7 +251,7 @@ class PolicyFollower:
 
     async def _have(self, manifest: Manifest, signed: Signed) -> HeldPolicy:
         """The policy of this manifest on the disk, whole and checked."""
-        held = self._store.held.get(manifest.version)
+        held = await trio.to_thread.run_sync(self._store.check_held, manifest.version)
         if held is not None:
             return held
         missing = await trio.to_thread.run_sync(missing_blobs, manifest, self._store)

@@ -28,6 +28,7 @@ from node.failures import foremost
 from node.leases import LeaseBook, SlotWork
 from node.report import Event, Level, Report, Status
 from node.store import HeldPolicy, RunStore
+from node.weights import keep_trying
 from protocol import limits
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base, rollout
@@ -121,6 +122,8 @@ class Worker:
         self._running: dict[str, trio.CancelScope] = {}  # completions in the engine, by key
         self._disk_full = False
         self._stopping = False
+        self._paused_until = -math.inf
+        self._pauses = backoff(random, first=1.0, cap=60.0)
 
     # --- what others ask ---
 
@@ -134,7 +137,7 @@ class Worker:
         """Slots to ask leases for. Asked in lots: when half of what should wait here is gone."""
         if self._next is None or self._engine is None or self._stopping or self._disk_full:
             return 0
-        if len(self._store.unsent) >= self._config.max_unsent:
+        if trio.current_time() < self._paused_until or len(self._store.unsent) >= self._config.max_unsent:
             return 0
         slots = self._engine.slots
         ahead = math.ceil(slots * self._config.prefetch)
@@ -153,6 +156,8 @@ class Worker:
         """Draw nothing more; what is open is given back."""
         self._stopping = True
         self.book.give_back_all(cause)
+        for scope in self._running.values():
+            scope.cancel()
         self.wake()
 
     def settled(self, lease_id: bytes, slot: int) -> None:
@@ -177,7 +182,7 @@ class Worker:
         lease = unseal(Lease, signed, signer=self._terms.trainer)
         if lease.run != self._terms.run or lease.node != self._terms.identity.node:
             raise RemoteError(Code.MALFORMED, "the trainer sent a lease of another run or of another node")
-        await self._blocking(self._store.save_lease, lease.lease_id, signed)
+        await keep_trying(self._report, "a lease", self._store.save_lease, lease.lease_id, signed)
         cause = ""
         try:
             await self._check_lease(lease)
@@ -188,11 +193,17 @@ class Worker:
         self.wake()
 
     def _give_back(self, lease: Lease, cause: str) -> None:
+        self._pause()
         self.book.give_back(lease.lease_id, cause[: limits.MAX_TEXT_CHARACTERS])
         for key in [each for each in self._running if each.startswith(lease.lease_id.hex())]:
             self._running[key].cancel()
         self._say("lease_returned", f"gave a lease back: {cause}", Level.WARNING, lease=lease.lease_id.hex())
         self.wake()
+
+    def _pause(self) -> None:
+        """Ask for no leases for a while, longer each time in a row: the next one may well end like this one."""
+        if trio.current_time() >= self._paused_until:
+            self._paused_until = trio.current_time() + next(self._pauses)
 
     async def _check_lease(self, lease: Lease) -> None:
         """Whether this node can draw the lease as it stands. Raises RLCommonsError with the cause."""
@@ -302,8 +313,10 @@ class Worker:
                     nursery.start_soon(self._draw_slot, engine, work)
             self._update_status(engine)
             changed = self._changed
-            with trio.move_on_after(1.0):  # leases run out while nothing else happens
+            with trio.move_on_after(1.0) as idle:  # leases run out and pauses end while nothing else happens
                 await changed.wait()
+            if idle.cancelled_caught:
+                self.wake()
 
     def _has_free_slot(self, engine: EngineThread) -> bool:
         return len(self._running) < engine.slots and not self._disk_full and not self._stopping
@@ -323,19 +336,27 @@ class Worker:
             return
         self._status.state = f"loading policy {target.version}"
         began = trio.current_time()
-        await engine.call(lambda each: each.load(target.folder, target.root))
+        try:
+            await engine.call(lambda each: each.load(target.folder, target.root))
+        except PolicyError as error:
+            self._next = loaded  # nothing can be drawn with it: the next version may be better
+            self._say("policy_failed", f"policy {target.version} cannot be used: {error}", Level.ERROR)
+            return
         # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
         if await engine.call(lambda each: each.loaded_root) != target.root:
             raise EngineError(f"the engine loaded another policy than version {target.version}")
         if loaded is None:
             await self._probe(engine, target)
+        await self._swapped(target, trio.current_time() - began)
+
+    async def _swapped(self, target: HeldPolicy, seconds: float) -> None:
         self._loaded = target
         self._status.policy_version = target.version
         self._status.state = "drawing"
         self._drop_older(target.version)
         self._say(
             "policy_loaded",
-            f"policy {target.version} is in the engine ({trio.current_time() - began:.1f} s)",
+            f"policy {target.version} is in the engine ({seconds:.1f} s)",
             version=target.version,
             root=target.root.hex(),
         )
@@ -460,6 +481,7 @@ class Worker:
                 self._say("storage", f"{error} (a finished trace waits for it)", Level.ERROR)
                 await trio.sleep(_STORAGE_RETRY_SECONDS)
         self._disk_full = False
+        self._pauses = backoff(self._random, first=1.0, cap=60.0)
         self._status.traces_drawn += 1
         self._status.reward_sum += trace.reward
         self._say(

@@ -170,7 +170,7 @@ class SmallTrainer:
         raise RemoteError(Code.UNEXPECTED_MESSAGE, f"not {type(request).__name__}")
 
     def _give_leases(self, node: bytes, request: messages.GetLeases) -> messages.LeasesReply:
-        given = []
+        given: list[Signed] = []
         for _ in range(max(1, request.slots // self.group_size)):
             if len(self.leases) >= self.max_leases:
                 return messages.LeasesReply(tuple(given), 0 if given else 1_000, "" if given else "no task is left")

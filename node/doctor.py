@@ -1,0 +1,268 @@
+"""What stands between this machine and a run, checked from the ground up, each with what to do about it.
+
+Not here: repairing anything.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from node.config import GIB
+from node.store import key_path, lock_holder, size_text
+from protocol import limits, messages
+from protocol.envelope import unseal
+from protocol.errors import Code, KeyFileError, NetError, RemoteError, UsageError
+from protocol.identity import Identity, load_identity, peer_id
+from protocol.policy import Manifest
+from protocol.run import RunAddress, open_genesis
+from protocol.trace import EngineDescriptor
+
+_DIAL_SECONDS: Final = 15.0
+_PINNED: Final = ("rlcommons", "torch", "transformers", "tokenizers", "libp2p", "trio", "msgpack")
+_LEAST_DISK: Final = GIB  # for a policy of unknown size
+_LEAST_MEMORY: Final = GIB
+_COPIES_IN_MEMORY: Final = 4  # bf16 weights become fp32 on a CPU, and the next version is read beside them
+_COPIES_ON_DISK: Final = 5  # three versions kept, and the next as pieces and whole
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    ACT = "act"  # the node cannot work like this
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: what was looked at, how it is, what to do."""
+
+    what: str
+    level: Level
+    text: str
+
+    @property
+    def needs_action(self) -> bool:
+        return self.level is Level.ACT
+
+    def line(self) -> str:
+        return f"{self.level:<8} {self.what:<10} {self.text}"
+
+    def json(self) -> str:
+        return json.dumps({"what": self.what, "level": str(self.level), "text": self.text})
+
+
+def examine(home: Path, address: RunAddress | None, device: str) -> Iterator[Finding]:
+    """All checks, in the order in which a node meets them."""
+    yield _identity(home)
+    yield from _packages()
+    yield _device(device)
+    yield _home_folder(home)
+    manifest: Manifest | None = None
+    for each in _trainer(home, address, device):
+        if isinstance(each, Manifest):
+            manifest = each
+        else:
+            yield each
+    yield _disk(home, manifest)
+    yield _memory(manifest, device)
+
+
+def _identity(home: Path) -> Finding:
+    path = key_path(home)
+    if not path.exists():
+        return Finding("identity", Level.OK, f"none yet: `rlnode join` makes one in {path}")
+    try:
+        return Finding("identity", Level.OK, load_identity(path).peer_id)
+    except KeyFileError as error:
+        return Finding("identity", Level.ACT, str(error))
+
+
+def _packages() -> Iterator[Finding]:
+    found, missing = [], []
+    for name in _PINNED:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    spoken = ".".join(map(str, limits.PROTOCOL_VERSION))
+    text = f"Python {platform.python_version()}, protocol {spoken}, {', '.join(found)}"
+    yield Finding("packages", Level.OK, text)
+    if missing:
+        yield Finding("packages", Level.ACT, f"missing: {', '.join(missing)}; run pip install -U rlcommons")
+
+
+def _device(device: str) -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding("device", Level.ACT, f"torch cannot be imported ({error}): pip install -U rlcommons")
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    listed = "; ".join(f"--gpu {number}: {name}" for number, name in enumerate(gpus))
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return Finding("device", Level.OK, f"cpu, {cores} processors" + (f"; also {listed}" if gpus else ""))
+    number = int(device.removeprefix("cuda:"))
+    if number < len(gpus):
+        return Finding("device", Level.OK, f"--gpu {number}: {gpus[number]}")
+    return Finding("device", Level.ACT, f"there is no CUDA device {number} ({listed or 'torch finds none'}): use --cpu")
+
+
+def _home_folder(home: Path) -> Finding:
+    holder = lock_holder(home)
+    if holder is not None:
+        return Finding("home", Level.OK, f"{home}, a node is running in it (process {holder}): see rlnode status")
+    folder = home if home.exists() else home.parent
+    if not os.access(folder, os.W_OK):
+        return Finding("home", Level.ACT, f"{folder} cannot be written: choose another with --home FOLDER")
+    return Finding("home", Level.OK, str(home))
+
+
+def _disk(home: Path, manifest: Manifest | None) -> Finding:
+    import shutil
+
+    folder = next(each for each in (home, *home.parents) if each.exists())
+    free = shutil.disk_usage(folder).free
+    needed = _LEAST_DISK if manifest is None else manifest.size * _COPIES_ON_DISK
+    return _enough("disk", free, needed, f"free in {folder}", "free some, or use --home FOLDER on another disk")
+
+
+def _memory(manifest: Manifest | None, device: str) -> Finding:
+    needed = max(_LEAST_MEMORY, 0 if manifest is None else manifest.size * _COPIES_IN_MEMORY)
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available() and int(device[5:]) < torch.cuda.device_count():
+            free, _ = torch.cuda.mem_get_info(int(device[5:]))
+            return _enough("memory", free, needed, f"free on --gpu {device[5:]}", "use another device")
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return Finding("memory", Level.WARNING, "this system does not say how much is free")
+    free = max(free, _available_memory())
+    return _enough("memory", free, needed, "free", "end other programs, or use fewer --slots")
+
+
+def _available_memory() -> int:
+    """Linux: free and reclaimable, in bytes; 0 elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
+
+
+def _enough(what: str, free: int, needed: int, where: str, advice: str) -> Finding:
+    text = f"{size_text(free)} {where}"
+    if free >= needed:
+        return Finding(what, Level.OK, text)
+    return Finding(what, Level.WARNING, f"{text}, about {size_text(needed)} may be needed: {advice}")
+
+
+# --- the trainer ---
+
+
+def _trainer(home: Path, address: RunAddress | None, device: str) -> Iterator[Finding | Manifest]:
+    if address is None:
+        yield Finding("trainer", Level.ACT, "no address: rlnode doctor ADDRESS, or join a run first")
+        return
+    try:
+        welcome, ahead = greet(address, _who(home), _descriptor(device))
+    except NetError as error:
+        yield Finding("trainer", Level.ACT, str(error))
+        return
+    except (RemoteError, UsageError) as error:
+        yield Finding("trainer", Level.ACT, str(error))
+        return
+    try:
+        genesis = open_genesis(welcome.genesis, run=address.run, trainer=address.trainer)
+        manifest = unseal(Manifest, welcome.manifest, signer=address.trainer)
+    except RemoteError as error:
+        yield Finding("trainer", Level.ACT, f"{error}: the address is of another run, ask for the right one")
+        return
+    text = f"run '{genesis.name}' at {peer_id(address.trainer)}, {welcome.software}, protocol {welcome.version}"
+    yield Finding("trainer", Level.OK, text)
+    yield _clock(ahead)
+    text = f"version {manifest.version}, {size_text(manifest.size)}"
+    yield Finding("policy", Level.OK, text)
+    yield manifest
+
+
+def _who(home: Path) -> Identity:
+    """This node, so that a ban shows; a stranger while the node is running, so that it is not disturbed."""
+    if lock_holder(home) is None and key_path(home).exists():
+        try:
+            return load_identity(key_path(home))
+        except KeyFileError:
+            pass  # told above
+    return Identity.generate()
+
+
+def _descriptor(device: str) -> EngineDescriptor:
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    return EngineDescriptor("transformers", version, dtype, device, "reference")
+
+
+def greet(address: RunAddress, who: Identity, descriptor: EngineDescriptor) -> tuple[messages.Welcome, float]:
+    """Say hello and goodbye. Returns the answer and by how many seconds our clock is ahead.
+
+    Raises NetError, RemoteError (the trainer refuses: the message says why), UsageError.
+    """
+    import trio
+
+    from node.failures import foremost
+
+    with foremost():
+        return trio.run(_greet, address, who, descriptor)
+
+
+async def _greet(address: RunAddress, who: Identity, descriptor: EngineDescriptor) -> tuple[messages.Welcome, float]:
+    import trio
+
+    from node.session import hello_of
+    from protocol.net import p2p
+    from protocol.net.session import Session
+
+    async def refuse(body: bytes) -> bytes:
+        raise RemoteError(Code.UNEXPECTED_MESSAGE, "only looking")
+
+    async def ignore(body: bytes) -> None:
+        pass
+
+    async with p2p.open_host(who) as host:
+        stream = await host.open(address.dial, messages.SESSION_PROTOCOL, seconds=_DIAL_SECONDS)
+        session = Session(stream)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.run, refuse, ignore)
+            began = time.time()
+            body = await session.request(
+                messages.pack(hello_of(address.run, descriptor)),
+                seconds=limits.REQUEST_SECONDS,
+                what="greeting the trainer",
+            )
+            welcome = messages.expect(messages.Welcome, body)
+            ahead = (began + time.time()) / 2 - welcome.clock_ms / 1000
+            await session.close()
+            nursery.cancel_scope.cancel()
+    return welcome, ahead
+
+
+def _clock(ahead: float) -> Finding:
+    from node.session import clock_advice
+
+    if abs(ahead) > limits.MAX_CLOCK_SKEW_SECONDS:
+        return Finding("clock", Level.ACT, clock_advice(ahead))
+    if abs(ahead) > limits.MAX_CLOCK_SKEW_SECONDS / 5:
+        return Finding("clock", Level.WARNING, clock_advice(ahead))
+    return Finding("clock", Level.OK, f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the trainer's")
