@@ -65,10 +65,18 @@ def node_from_peer_id(text: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != len(_PEER_ID_PREFIX) + NODE_ID_BYTES or not raw.startswith(_PEER_ID_PREFIX):
-        raise DecodeError(
-            Code.MALFORMED, f"'{text[:64]}' is not an Ed25519 peer id (they begin with 12D3KooW)"
-        )
+        raise DecodeError(Code.MALFORMED, f"'{text[:64]}' is not an Ed25519 peer id (they begin with 12D3KooW)")
     return raw[len(_PEER_ID_PREFIX) :]
+
+
+# The five y coordinates of Ed25519's points of small order, for which anyone can make a signature that verifies.
+_PRIME = 2**255 - 19
+_ORDER_8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
+_SMALL_ORDER = frozenset({0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8})
+
+
+def _is_of_small_order(node: bytes) -> bool:
+    return (int.from_bytes(node, "little") % 2**255) % _PRIME in _SMALL_ORDER
 
 
 def _message(domain: bytes, payload: bytes) -> bytes:
@@ -102,6 +110,9 @@ class Identity:
 def verify(node: bytes, domain: bytes, payload: bytes, signature: bytes) -> None:
     """Raise SignatureError unless `signature` is `node`'s over (domain, payload)."""
     try:
+        # SPEC 6.3: a key of small order MUST be refused.
+        if _is_of_small_order(node):
+            raise InvalidSignature
         Ed25519PublicKey.from_public_bytes(node).verify(signature, _message(domain, payload))
     except (InvalidSignature, ValueError):
         name = domain.decode("ascii")
@@ -116,15 +127,16 @@ def save_identity(identity: Identity, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KeyFileError(f"cannot write the key file {path}: {error.strerror}: {error.filename}") from None
+    try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
             file.write(identity.private_bytes.hex() + "\n")
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
-        raise KeyFileError(
-            f"{path} exists already; move it away first, it may be somebody's identity"
-        ) from None
+        raise KeyFileError(f"{path} exists already; move it away first, it may be somebody's identity") from None
     except OSError as error:
         raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from None
 
@@ -147,9 +159,7 @@ def load_identity(path: Path) -> Identity:
         text = path.read_text(encoding="ascii").strip()
         private = bytes.fromhex(text)
     except FileNotFoundError:
-        raise KeyFileError(
-            f"no key file at {path}: restore a backup, or start afresh with a new key"
-        ) from None
+        raise KeyFileError(f"no key file at {path}: restore a backup, or start afresh with a new key") from None
     except (OSError, UnicodeDecodeError) as error:
         raise KeyFileError(f"cannot read the key file {path}: {error}") from None
     except ValueError:

@@ -241,5 +241,5 @@ def test_every_object_on_the_wire_has_a_vector() -> None:
 
 def test_the_protocol_version_of_the_vectors_is_the_code_s() -> None:
     major, minor = limits.PROTOCOL_VERSION
-    for path in VECTORS.glob("*.json"):
-        assert json.loads(path.read_text())["spec"] == f"{major}.{minor}", path.name
+    for section in SECTIONS:
+        assert json.loads((VECTORS / f"{section}.json").read_text())["spec"] == f"{major}.{minor}", section

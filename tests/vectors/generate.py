@@ -27,6 +27,16 @@ TRAINER = wire.Key(bytes(range(32)))
 NODE = wire.Key(bytes(range(32, 64)))
 STRANGER = wire.Key(bytes(range(64, 96)))
 T0 = 1_767_225_600_000  # 2026-01-01T00:00:00Z
+SMALL_ORDER = {
+    "1": b"\1" + bytes(31),
+    "2": b"\xec" + b"\xff" * 30 + b"\x7f",
+    "4": bytes(32),
+    "4_sign": bytes(31) + b"\x80",
+    "4_not_reduced": b"\xed" + b"\xff" * 30 + b"\x7f",
+    "1_not_reduced": b"\xee" + b"\xff" * 30 + b"\x7f",
+    "8": bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"),
+    "8_other": bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"),
+}
 GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493  # of Ed25519
 
 Entry = dict[str, Any]
@@ -352,6 +362,7 @@ def _bad_signatures(section: Section) -> None:
     high = (int.from_bytes(good[32:], "little") + GROUP_ORDER).to_bytes(32, "little")
     undomained = NODE._key.sign(payload)
     unlengthed = NODE._key.sign(domain + payload)
+    neutral = b"\1" + bytes(63)
     off_curve = bytes([2]) + bytes(31)  # y = 2 is no point's
     for name, comment, node, payload_, signature in (
         ("flipped_bit", "one bit of the signature", NODE.public, payload, bytes([good[0] ^ 1]) + good[1:]),
@@ -364,6 +375,11 @@ def _bad_signatures(section: Section) -> None:
         ("no_length", "signed without the domain's length", NODE.public, payload, unlengthed),
         ("key_off_curve", "32 bytes that are no point", off_curve, payload, good),
         ("all_zero", "64 zero bytes", NODE.public, payload, bytes(64)),
+        ("small_order_0", "a key of order 4 and the signature anyone can make for it", bytes(32), b"\0", bytes(64)),
+        *(
+            (f"small_order_{name}", "a key of small order: R is the neutral point, S is 0", key, payload, neutral)
+            for name, key in SMALL_ORDER.items()
+        ),
     ):
         section.bad(
             "verify",
