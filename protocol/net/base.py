@@ -86,8 +86,8 @@ class HostLimits:
     connections: int = 1_000  # live connections, both directions
     connections_per_address: int = 64  # one IPv4 address or IPv6 /64: a household, a campus NAT
     connections_per_peer: int = 4  # a restarted peer's old connection may linger beside its new one
-    handshakes: int = 128  # not yet authenticated, all addresses
-    handshakes_per_address: int = 16
+    handshakes: int = 512  # not yet authenticated, all addresses
+    handshakes_per_address: int = 32
     handshake_seconds: float = 10.0
     streams_per_peer: int = 64
     unread_bytes_per_peer: int = 64 * 1024 * 1024  # room for a dozen blobs in flight

@@ -55,7 +55,6 @@ with warnings.catch_warnings():
     from libp2p.host.ping import PingService
     from libp2p.identity.identify.identify import ID as IDENTIFY
     from libp2p.identity.identify.identify import identify_handler_for
-    from libp2p.network.config import ConnectionConfig, RetryConfig
     from libp2p.network.connection import swarm_connection
     from libp2p.network.connection.swarm_connection import SwarmConn
     from libp2p.network.swarm import Swarm
@@ -343,17 +342,7 @@ class ContainedSwarm(Swarm):
         store = PeerStore()
         peer = ID.from_pubkey(keys.public_key)
         store.add_key_pair(peer, keys)
-        unlimited = 1_000_000_000  # the door counts; stock's pruning must never start
-        config = ConnectionConfig(
-            max_connections=unlimited,
-            min_connections=0,
-            low_watermark=0,
-            high_watermark=unlimited,
-            max_connections_per_peer=unlimited,
-        )
-        super().__init__(
-            peer, store, TransportUpgrader({}, {}), [], RetryConfig(max_retries=0), connection_config=config
-        )
+        super().__init__(peer, store, TransportUpgrader({}, {}), [])
         self.limits = limits
         self.counters = counters
         self.door = Door(limits)
@@ -361,6 +350,13 @@ class ContainedSwarm(Swarm):
         self._noise = Noise(keys)
         self._is_banned = is_banned
         self.notifees.clear()  # records of every peer ever seen, which nobody reads
+
+    async def run(self) -> None:
+        """Only the nursery of stock's run: its pruner closes, and its connector dials, whom it likes."""
+        async with trio.open_nursery() as nursery:
+            self.background_nursery = nursery
+            self.event_background_nursery_created.set()
+            await trio.sleep_forever()
 
     # --- inbound ---
 

@@ -245,7 +245,6 @@ class _Host:
         self._pipes: set[_Pipe] = set()
         self._handlers_of: Counter[bytes] = Counter()
         self._refused = self._faults = 0
-        self._left = False
 
     def serve(self, protocol: str, handler: Handler) -> None:
         self._handlers[protocol] = handler
@@ -331,7 +330,6 @@ class _Host:
             pipe.hang_up(here, there)
 
     def leave(self) -> None:
-        self._left = True
         for node in list(self._peers):
             self._drop(node, "we closed the connection", "the peer is closing the connection")
 

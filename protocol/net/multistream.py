@@ -55,7 +55,11 @@ async def _read_length(channel: Channel) -> int:
 
 
 async def _read(channel: Channel) -> str:
-    body = await channel.receive_exactly(await _read_length(channel))
+    return await _read_text(channel, await _read_length(channel))
+
+
+async def _read_text(channel: Channel, length: int) -> str:
+    body = await channel.receive_exactly(length)
     if body[-1:] != b"\n":
         raise NegotiationFailed("a message does not end in a newline")
     try:
@@ -65,7 +69,10 @@ async def _read(channel: Channel) -> str:
 
 
 async def _read_header(channel: Channel) -> None:
-    text = await _read(channel)
+    length = await _read_length(channel)
+    if length != len(HEADER) + 1:  # hang up on a web browser at once, not when its time is up
+        raise NegotiationFailed("the peer does not begin as libp2p does")
+    text = await _read_text(channel, length)
     if text != HEADER:
         raise NegotiationFailed(f"the peer began with {text[:40]!r} instead of {HEADER!r}")
 

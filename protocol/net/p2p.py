@@ -178,10 +178,9 @@ class _Host:
         try:
             return await self._negotiate(muxed, target, protocol)
         except ChannelClosed as error:
-            if is_fresh:
+            if is_fresh or not muxed.is_closed:
                 raise unreachable.hung_up(target, str(error)) from None
         # The connection we had was dead without our knowing: try once more with a new one.
-        muxed.connection.fail("it did not answer")
         muxed, _ = await self._connection(target)
         try:
             return await self._negotiate(muxed, target, protocol)
