@@ -17,6 +17,7 @@ from trainer.ledger import SlotState
 
 SPREAD_SECONDS: Final = 5.0  # so long a group waits for other nodes before one node may draw all of it
 PROBATION_SHARE: Final = 0.25  # of one group: what a node may hold that failed an audit not long ago
+_FORSAKEN_LEASES: Final = 10  # an open group that nobody works on is given up after so many leases' time
 _RETRY_MS: Final = 250  # an idle node asks so often at most, a little less often for each other node
 _RETRY_PER_NODE_MS: Final = 20
 _RETRY_MOST_MS: Final = 5_000
@@ -109,14 +110,14 @@ def stranded(
         free = [slot for slot in group.slots if slot.state is SlotState.FREE]
         pending = any(slot.state in (SlotState.LEASED, SlotState.ANSWERED) for slot in group.slots)
         age = (now_ms - group.created_ms) / 1000
-        worn = [slot.index for slot in free if slot.attempts >= config.slot_attempts]
-        if worn:
-            yield group.group_id, f"slot {worn[0]} was leased {config.slot_attempts} times without an accepted trace"
-        elif free and not pending and age > config.lease_seconds and group.version < latest:
-            if group.version not in held:
-                yield group.group_id, f"no node holds policy version {group.version} any more"
-        elif free and not pending and age > 10 * config.lease_seconds:
-            yield group.group_id, f"no node took slot {free[0].index} in {age:.0f} s"
+        if any(slot.attempts >= config.slot_attempts for slot in free):
+            yield group.group_id, f"a slot was leased {config.slot_attempts} times without an accepted trace"
+        elif pending or not free:
+            continue
+        elif group.version < latest and group.version not in held and age > config.lease_seconds:
+            yield group.group_id, "no node holds its policy any more"
+        elif age > _FORSAKEN_LEASES * config.lease_seconds:
+            yield group.group_id, "no node would or might draw what was left of it"
 
 
 def _usable(asking: Asking, situation: Situation, config: TrainerConfig) -> frozenset[int]:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import StorageError, UsageError
+from protocol.verdict import Reason
 
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
@@ -334,6 +335,20 @@ class Ledger:
         except sqlite3.OperationalError as error:
             raise StorageError(f"the ledger {self._path} could not be written: {error}") from error
 
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Inside `write()`: an exception undoes this part alone; StorageError, of a full disk say, undoes all."""
+        self._db.execute("SAVEPOINT part")
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"the ledger {self._path} could not be written: {error}") from error
+        except BaseException:
+            self._db.execute("ROLLBACK TO part")
+            self._db.execute("RELEASE part")
+            raise
+        self._db.execute("RELEASE part")
+
     def change_counter(self) -> int:
         """Grows when another connection has committed; cheap enough to poll."""
         counter: int = self._db.execute("PRAGMA data_version").fetchone()[0]
@@ -358,6 +373,12 @@ class Ledger:
             else self._db.execute(query + "WHERE version = ?", (version,)).fetchone()
         )
         return None if row is None else (row[0], row[1], row[2])
+
+    def manifests(self) -> list[tuple[int, bytes]]:
+        """(version, canonical Signed) of every policy that was signed, oldest first."""
+        return self._db.execute(
+            "SELECT version, manifest FROM policies WHERE manifest IS NOT NULL ORDER BY version"
+        ).fetchall()
 
     def unsigned_policies(self) -> list[tuple[int, bytes]]:
         return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()
@@ -396,6 +417,10 @@ class Ledger:
     def group(self, group_id: bytes) -> tuple[GroupRow, GroupState] | None:
         row = self._db.execute(f"SELECT {_GROUP_COLUMNS}, state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
         return None if row is None else (_group(row), GroupState(row[9]))
+
+    def group_state(self, group_id: bytes) -> GroupState:
+        row = self._db.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return GroupState(row[0])
 
     def open_slots(self) -> list[OpenSlot]:
         """Every slot of every open group, oldest group first."""
@@ -474,6 +499,11 @@ class Ledger:
         ).fetchone()[0]
         return count
 
+    def holders(self) -> set[bytes]:
+        """The nodes that hold a lease."""
+        rows = self._db.execute("SELECT DISTINCT node FROM leases WHERE state = ?", (LeaseState.OPEN,))
+        return {row[0] for row in rows}
+
     def end_lease(self, lease_id: bytes, state: LeaseState) -> int:
         """Close a lease as EXPIRED or RETURNED: its unanswered slots are free again, with their
         seeds. How many there were; they count on the node."""
@@ -511,9 +541,11 @@ class Ledger:
         ).fetchone()
         return None if row is None else (row[0], SubmissionState(row[1]))
 
-    def receipt(self, digest: bytes) -> bytes | None:
-        """The canonical Signed receipt given for a trace digest, if one was."""
-        row = self._db.execute("SELECT receipt FROM submissions WHERE digest = ?", (digest,)).fetchone()
+    def receipt(self, digest: bytes, node: bytes) -> bytes | None:
+        """The canonical Signed receipt a node was given for a trace digest, if it was."""
+        row = self._db.execute(
+            "SELECT receipt FROM submissions WHERE digest = ? AND node = ?", (digest, node)
+        ).fetchone()
         return None if row is None else row[0]
 
     def slot(self, group_id: bytes, slot: int) -> tuple[SlotState, bytes | None] | None:
@@ -568,6 +600,16 @@ class Ledger:
             f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "WHERE s.state = ? ORDER BY s.sequence LIMIT ?",
             (state, most),
+        )
+        return [_submission(row) for row in rows]
+
+    def abandoned_audits(self, most: int) -> list[SubmissionRow]:
+        """Unclaimed audits of groups that were dropped meanwhile: nobody needs their answer."""
+        rows = self._db.execute(
+            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            "JOIN groups g ON g.group_id = s.group_id WHERE s.state = ? AND s.claimed_by IS NULL AND g.state = ? "
+            "ORDER BY s.sequence LIMIT ?",
+            (SubmissionState.AUDIT, GroupState.DROPPED, most),
         )
         return [_submission(row) for row in rows]
 
@@ -669,6 +711,8 @@ class Ledger:
                 (digest, node),
             ).fetchone()
             columns = {SubmissionState.ACCEPTED: "accepted", SubmissionState.REFUSED: "refused"}
+            if reason == Reason.LEASE_EXPIRED:
+                columns = {}  # late is no lie: it counts as expired
             if earlier is not None and (column := columns.get(SubmissionState(earlier[0]))):
                 self._db.execute(f"UPDATE nodes SET {column} = {column} - 1 WHERE node = ?", (node,))
             if column := columns.get(state):

@@ -1,0 +1,595 @@
+"""The gateway process: answers nodes. Only this process holds the run's key.
+
+    session   hello, then leases · submissions · heartbeats · returns · manifests      (SPEC 9)
+    blobs     pieces of the published policies, by digest
+    beside    signs what the learner published, announces it, expires leases, gives up groups
+
+Started as `python -m trainer.gateway RUN`; ends when its stdin does; may be killed at any point, for everything
+that counts is in the ledger first. Not here: who gets which lease (dispatch.py), what a trace is worth (inbox.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from protocol import codec, limits, messages
+from protocol.envelope import Signed, seal
+from protocol.errors import (
+    Code,
+    LocalError,
+    NetError,
+    PolicyError,
+    Refused,
+    RemoteError,
+    RLCommonsError,
+    StorageError,
+    UsageError,
+)
+from protocol.identity import Identity, peer_id
+from protocol.messages import Version
+from protocol.net.base import Host, Stream
+from protocol.net.session import Session
+from protocol.policy import Manifest, describe
+from protocol.run import RunAddress
+from trainer.audit_draw import AuditChain
+from trainer.child import end_with_parent, now_ms, say
+from trainer.clerk import Clerk
+from trainer.inbox import Arrival, Examiner, Inbox, Notary
+from trainer.judge import Judge
+from trainer.leasing import Leasing
+from trainer.ledger import Ledger
+from trainer.rundir import Run, load_run_identity, load_secrets, open_run
+from trainer.shelf import Shelf, read_blob
+from verify.thresholds import limits_for
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
+TIDY_SECONDS: Final = 1.0
+PRUNE_SECONDS: Final = 60.0
+BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
+MANIFEST_DAYS: Final = 30  # a manifest is valid so long, and signed anew at half time
+DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
+REQUESTS_PER_NODE: Final = 32  # of one node in work at once
+BLOB_STREAMS_PER_NODE: Final = 2  # each may hold some blobs in memory while the peer reads slowly
+BLOBS_READ_AT_ONCE: Final = 8
+
+
+def software() -> str:
+    return f"rlcommons {importlib.metadata.version('rlcommons')}"
+
+
+# --- what the gateway works with ---
+
+
+@dataclass(frozen=True, slots=True)
+class Office:
+    """Everything behind the network: the ledger's writer, the judge, and who acts for them."""
+
+    run: Run
+    signer: Identity
+    ledger: Ledger  # read-only, of trio's thread
+    writer: Ledger  # of the clerk's thread: used inside its jobs alone
+    shelf: Shelf
+    clerk: Clerk
+    judge: Judge
+    inbox: Inbox
+    leasing: Leasing
+    failures: list[BaseException] = field(default_factory=list)
+
+
+@contextmanager
+def open_office(run: Run) -> Iterator[Office]:
+    """Read the run, sign what is unsigned, and start the threads. Raises LocalError or UsageError."""
+    signer = load_run_identity(run)
+    secrets = load_secrets(run)
+    shelf = Shelf(run.folder)
+    writing, reading, judging = (
+        Ledger(run.folder.ledger),
+        Ledger(run.folder.ledger, read_only=True),
+        Ledger(run.folder.ledger, read_only=True),
+    )
+    chain = AuditChain(secrets.audit)
+    if chain.anchor != run.genesis.audit_anchor:
+        raise LocalError(f"{run.folder.secret} is not the secret of this run's genesis: restore the right one")
+    writing.lose_node()
+    fill_shelf(run, signer, writing, shelf)
+    notary = Notary(run.run, signer, software())
+    inbox = Inbox(writing, notary)
+    examiner = Examiner(judging, notary, shelf, chain, run.config, run.genesis.environments)
+    leasing = Leasing(run, writing, signer, secrets.seeds, shelf)
+    failures: list[BaseException] = []
+    try:
+        with Clerk(writing) as clerk, Judge(judging, examiner, inbox, clerk, failures.append) as judge:
+            yield Office(run, signer, reading, writing, shelf, clerk, judge, inbox, leasing, failures)
+        writing.lose_node()
+    finally:
+        for ledger in (writing, reading, judging):
+            ledger.close()
+
+
+def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None:
+    """Put every signed policy that is on disk on the shelf, after signing those that are not."""
+    for version, root in ledger.unsigned_policies():
+        if run.folder.policy(version).is_dir():
+            ledger.set_manifest(version, codec.encode(sign_manifest(run, signer, version, root)))
+    for version, raw in ledger.manifests():
+        if run.folder.policy(version).is_dir():
+            signed = codec.decode(Signed, raw)
+            shelf.put(signed, codec.decode(Manifest, signed.payload))
+    latest = ledger.policy()
+    if latest is None or shelf.root(latest[0]) is None:
+        raise PolicyError(f"the latest policy is not in {run.folder.policies}: restore it from a backup")
+
+
+def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Signed:
+    """Describe a published policy and sign it. Reads every byte of it. Raises PolicyError."""
+    created_ms = now_ms()
+    return seal(
+        signer,
+        Manifest(
+            run=run.run,
+            version=version,
+            root=root,
+            files=describe(run.folder.policy(version)),
+            created_ms=created_ms,
+            expires_ms=created_ms + MANIFEST_DAYS * 86_400_000,
+        ),
+    )
+
+
+# --- one node's session ---
+
+
+class Visit:
+    """The state of one session: before hello, then a node that is known."""
+
+    def __init__(self, gateway: Gateway, session: Session) -> None:
+        self._gateway = gateway
+        self._office = gateway.office
+        self.session = session
+        self.node = session.peer
+        self.met = False
+        self.ended_because = ""
+        self._in_work = 0
+        self._answers: dict[type, Any] = {
+            messages.GetManifest: self._manifest,
+            messages.GetLeases: self._leases,
+            messages.ReturnLease: self._return,
+            messages.Submit: self._submit,
+            messages.Heartbeat: self._beat,
+        }
+
+    async def answer(self, body: bytes) -> bytes:
+        """The reply to a request. Raises RemoteError for an error reply."""
+        received_ms = now_ms()
+        request = messages.open_body(body)
+        if self.ended_because:
+            raise Refused(Code.UNEXPECTED_MESSAGE, self.ended_because)
+        if isinstance(request, messages.Hello):
+            return messages.pack(await self._hello(request, received_ms))
+        answer = self._answers.get(type(request))
+        if answer is None:
+            raise Refused(Code.UNEXPECTED_MESSAGE, f"a trainer does not answer {type(request).__name__} here")
+        if not self.met:
+            raise Refused(Code.UNEXPECTED_MESSAGE, f"{type(request).__name__} came before Hello")
+        if self._in_work >= REQUESTS_PER_NODE:
+            raise Refused(Code.BUSY, f"{self._in_work} requests of this node are in work: wait for answers")
+        self._in_work += 1
+        try:
+            return messages.pack(await answer(request, received_ms))
+        except StorageError as error:
+            self._gateway.storage_failed(str(error))
+            raise Refused(Code.BUSY, f"the trainer cannot write now: {error}") from error
+        finally:
+            self._in_work -= 1
+
+    async def _hello(self, hello: messages.Hello, received_ms: int) -> messages.Welcome:
+        """SPEC 9.2: versions first, for a peer of another version may mean other things by the rest."""
+        version = messages.negotiate(
+            hello.versions, Version(*limits.PROTOCOL_VERSION), their_name="this node", our_name="the trainer"
+        )
+        run = self._office.run
+        if hello.run != run.run:
+            raise Refused(
+                Code.WRONG_RUN,
+                f"this trainer serves run {run.run.hex()[:16]}… ({run.genesis.name}), the node asks for "
+                f"{hello.run.hex()[:16]}…: copy the address that `rltrainer serve` prints now",
+            )
+        check_clock(hello.clock_ms, received_ms)
+        check_engine(hello.engine.dtype)
+        described = f"{hello.engine.name} {hello.engine.version} {hello.engine.dtype} {hello.engine.device}"
+        ledger = self._gateway.writer
+        await self._office.clerk.do(lambda: ledger.see_node(self.node, received_ms, hello.software, described))
+        await self._gateway.met(self)
+        manifest = self._office.shelf.manifest()
+        assert manifest is not None
+        return messages.Welcome(version, software(), run.signed_genesis, manifest, now_ms())
+
+    async def _manifest(self, request: messages.GetManifest, received_ms: int) -> messages.ManifestReply:
+        found = self._office.shelf.manifest(request.version)
+        if found is None:
+            raise Refused(
+                Code.NOT_FOUND,
+                f"policy version {request.version} is not served (any more); the latest is {self._office.shelf.latest}",
+            )
+        return messages.ManifestReply(found)
+
+    async def _leases(self, request: messages.GetLeases, received_ms: int) -> messages.LeasesReply:
+        self._gateway.check_room()
+        connected = self._gateway.connected()
+        return await self._office.clerk.do(
+            lambda: self._office.leasing.lease(self.node, request, connected, received_ms)
+        )
+
+    async def _return(self, request: messages.ReturnLease, received_ms: int) -> messages.Returned:
+        await self._office.clerk.do(lambda: self._office.leasing.give_back(self.node, request.lease_id))
+        return messages.Returned()
+
+    async def _submit(self, request: messages.Submit, received_ms: int) -> messages.Submitted:
+        self._gateway.check_room()
+        arrival = Arrival(request.trace, self.node, received_ms)
+        reply = await self._office.clerk.do(lambda: self._office.inbox.receive(arrival))
+        self._office.judge.wake()
+        return reply
+
+    async def _beat(self, request: messages.Heartbeat, received_ms: int) -> messages.HeartbeatReply:
+        self._gateway.beats[self.node] = (received_ms, request)
+        ledger, most = self._office.ledger, limits.MAX_VERDICTS_PER_REPLY
+        found = ledger.verdicts_after(self.node, request.verdict_cursor, most)
+        return messages.HeartbeatReply(
+            clock_ms=now_ms(),
+            latest_version=self._office.shelf.latest,
+            verdicts=tuple(codec.decode(Signed, signed) for _, signed in found),
+            verdict_cursor=found[-1][0] if found else request.verdict_cursor,
+        )
+
+
+def check_clock(theirs_ms: int, ours_ms: int) -> None:
+    """SPEC 9.2: deadlines are in Unix time, so clocks must agree. Raises Refused(CLOCK_SKEW)."""
+    ahead = (theirs_ms - ours_ms) / 1000
+    if abs(ahead) > limits.MAX_CLOCK_SKEW_SECONDS:
+        where = "ahead of" if ahead > 0 else "behind"
+        raise Refused(
+            Code.CLOCK_SKEW,
+            f"this node's clock is {abs(ahead):,.0f} s {where} the trainer's, {limits.MAX_CLOCK_SKEW_SECONDS} s are "
+            "allowed: set the clock (timedatectl set-ntp true)",
+        )
+
+
+def check_engine(dtype: str) -> None:
+    """A node whose dtype nobody measured could not be audited. Raises Refused(ENGINE_NOT_ADMITTED)."""
+    try:
+        limits_for(dtype, dtype)
+    except UsageError as error:
+        raise Refused(Code.ENGINE_NOT_ADMITTED, str(error)) from None
+
+
+# --- all sessions, and what goes on beside them ---
+
+
+class Gateway:
+    """Answers the streams of one host."""
+
+    def __init__(self, office: Office, *, disk_reserve: int = DISK_RESERVE_BYTES) -> None:
+        self.office = office
+        self.writer = office.writer
+        self.beats: dict[bytes, tuple[int, messages.Heartbeat]] = {}
+        self._disk_reserve = disk_reserve
+        self._visits: dict[bytes, Visit] = {}
+        self._blob_streams: Counter[bytes] = Counter()
+        self._reading = trio.CapacityLimiter(BLOBS_READ_AT_ONCE)
+        self._closed_because = ""
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, host: Host, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Raises what the judge or the clerk died of."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            host.serve(messages.SESSION_PROTOCOL, self._session)
+            host.serve(messages.BLOB_PROTOCOL, self._blobs)
+            nursery.start_soon(self._watch_ledger)
+            nursery.start_soon(self._tidy)
+            nursery.start_soon(self._prune)
+            nursery.start_soon(self._write_beats)
+            task_status.started()
+
+    def connected(self) -> frozenset[bytes]:
+        return frozenset(self._visits)
+
+    # --- sessions ---
+
+    async def _session(self, stream: Stream) -> None:
+        session = Session(stream)
+        visit = Visit(self, session)
+        try:
+            await session.run(visit.answer, _ignore_notice)
+        except (NetError, RemoteError) as error:
+            log.info("session of %s ended: %s", peer_id(visit.node), error)
+        finally:
+            if self._visits.get(visit.node) is visit:
+                del self._visits[visit.node]
+                self.beats.pop(visit.node, None)
+                self.office.clerk.submit(lambda: self.writer.lose_node(visit.node))
+
+    async def met(self, visit: Visit) -> None:
+        """A node said hello. An older session of the same key is told, and ends."""
+        earlier = self._visits.get(visit.node)
+        self._visits[visit.node] = visit
+        visit.met = True
+        if earlier is None or earlier is visit:
+            return
+        earlier.ended_because = (
+            f"another session of {peer_id(visit.node)} took over: if that was not this node after a lost connection, "
+            "the key is in use on two machines; give each its own"
+        )
+        assert self._nursery is not None
+        self._nursery.start_soon(self._end, earlier)
+
+    async def _end(self, visit: Visit) -> None:
+        # Long enough for its next heartbeat to be answered with the reason.
+        await trio.sleep(limits.HEARTBEAT_SECONDS + 2)
+        await visit.session.close()
+
+    # --- blobs ---
+
+    async def _blobs(self, stream: Stream) -> None:
+        peer = stream.peer
+        if self._blob_streams[peer] >= BLOB_STREAMS_PER_NODE:
+            await stream.reset()
+            return
+        self._blob_streams[peer] += 1
+        try:
+            await Session(stream).run(self._blob, _ignore_notice)
+        except (NetError, RemoteError) as error:
+            log.info("blob stream of %s ended: %s", peer_id(peer), error)
+        finally:
+            self._blob_streams[peer] -= 1
+            if not self._blob_streams[peer]:
+                del self._blob_streams[peer]
+
+    async def _blob(self, body: bytes) -> bytes:
+        request = messages.expect(messages.GetBlob, body)
+        place = self.office.shelf.blob(request.digest)
+        if place is None:
+            raise Refused(Code.NOT_FOUND, f"no blob {request.digest.hex()[:16]}… in the policies served now")
+        try:
+            data = await trio.to_thread.run_sync(read_blob, place, limiter=self._reading)
+        except PolicyError as error:
+            if not place.path.exists():
+                raise Refused(Code.NOT_FOUND, "that policy version was removed meanwhile: fetch the latest") from None
+            self._event("fault", str(error))
+            raise Refused(Code.INTERNAL, "the trainer cannot read that blob") from error
+        return messages.pack(messages.BlobReply(data))
+
+    # --- beside the sessions ---
+
+    async def _watch_ledger(self) -> None:
+        """New policies are signed and announced; what auditors answered wakes the judge."""
+        seen = -1
+        while True:
+            if self.office.failures:
+                raise self.office.failures[0]
+            counter = self.office.ledger.change_counter()
+            if counter != seen:
+                seen = counter
+                self.office.judge.wake()
+                for version, root in self.office.ledger.unsigned_policies():
+                    if self.office.run.folder.policy(version).is_dir():
+                        await self._publish(version, root)
+            await trio.sleep(POLL_SECONDS)
+
+    async def _publish(self, version: int, root: bytes) -> None:
+        run, signer = self.office.run, self.office.signer
+        try:
+            signed = await trio.to_thread.run_sync(sign_manifest, run, signer, version, root)
+            raw = codec.encode(signed)
+            await self.office.clerk.do(lambda: self.writer.set_manifest(version, raw))
+        except StorageError as error:
+            self.storage_failed(str(error))
+            return
+        self.office.shelf.put(signed, codec.decode(Manifest, signed.payload))
+        self.office.shelf.forget_removed()
+        assert self._nursery is not None
+        for visit in list(self._visits.values()):
+            self._nursery.start_soon(self._announce, visit, signed)
+
+    async def _announce(self, visit: Visit, manifest: Signed) -> None:
+        try:
+            await visit.session.notify(messages.pack(messages.Announce(manifest)))
+        except NetError as error:
+            log.info("policy not announced to %s: %s", peer_id(visit.node), error)
+
+    async def _tidy(self) -> None:
+        while True:
+            self._look_at_disk()
+            self._renew_manifest()
+            now, connected, leasing = now_ms(), self.connected(), self.office.leasing
+
+            def work(now: int = now, connected: frozenset[bytes] = connected, leasing: Leasing = leasing) -> None:
+                leasing.expire(now)
+                leasing.tidy(connected, now)
+
+            await self._try(work)
+            await trio.sleep(TIDY_SECONDS)
+
+    async def _prune(self) -> None:
+        keep = self.office.run.config.keep_traces
+        while True:
+            await trio.sleep(PRUNE_SECONDS)
+            await self._try(lambda: self.writer.prune_traces(keep))
+
+    async def _write_beats(self) -> None:
+        while True:
+            await trio.sleep(BEAT_SECONDS)
+            beats, self.beats = self.beats, {}
+            if beats:
+                await self._try(lambda beats=beats: self._record_beats(beats))
+
+    def _record_beats(self, beats: dict[bytes, tuple[int, messages.Heartbeat]]) -> None:
+        for node, (received_ms, beat) in beats.items():
+            self.writer.beat_node(
+                node,
+                received_ms,
+                policy_version=beat.policy_version,
+                tokens_per_second=beat.tokens_per_second,
+                slots_busy=beat.slots_busy,
+                slots_total=beat.slots_total,
+                unsent=beat.unsent_traces,
+            )
+
+    async def _try(self, work: Any) -> None:
+        try:
+            await self.office.clerk.do(work)
+        except StorageError as error:
+            self.storage_failed(str(error))
+
+    def _renew_manifest(self) -> None:
+        """Sign the latest manifest anew when half of its time is over."""
+        shelf = self.office.shelf
+        latest = shelf.latest
+        if shelf.expires_ms(latest) - now_ms() < MANIFEST_DAYS * 43_200_000:
+            root = shelf.root(latest)
+            assert root is not None and self._nursery is not None
+            self._nursery.start_soon(self._publish, latest, root)
+
+    # --- the disk ---
+
+    def check_room(self) -> None:
+        """Raises Refused(BUSY) while the disk is nearly full."""
+        if self._closed_because:
+            raise Refused(Code.BUSY, self._closed_because)
+
+    def _look_at_disk(self) -> None:
+        free = shutil.disk_usage(self.office.run.folder.path).free
+        if free >= self._disk_reserve:
+            if self._closed_because:
+                self._closed_because = ""
+                self._event("disk", "there is room on the disk again: traces are accepted")
+        elif not self._closed_because:
+            self._closed_because = (
+                f"the trainer's disk is nearly full ({free // 2**20} MiB free): nothing is accepted until there is room"
+            )
+            say("gateway", self._closed_because)
+            self._event("disk", self._closed_because)
+
+    def storage_failed(self, cause: str) -> None:
+        """The ledger could not be written: say so; whoever waited was answered BUSY and asks again."""
+        say("gateway", cause)
+
+    def _event(self, kind: str, text: str) -> None:
+        at_ms = now_ms()
+        self.office.clerk.submit(lambda: self.writer.add_event(at_ms, kind, text))
+
+
+async def _ignore_notice(body: bytes) -> None:
+    """A node tells nothing without asking."""
+
+
+# --- the process ---
+
+
+def public_address(run: Run, host: Host) -> RunAddress:
+    """What nodes dial: `announce` where it is set, else where the host listens, with a real interface's address."""
+    config = run.config
+    if config.announce:
+        where = config.announce
+    else:
+        where = host.addresses[0].rpartition("/p2p/")[0]
+        where = where.replace("/ip4/0.0.0.0/", f"/ip4/{_own_address(socket.AF_INET, '192.0.2.1', '127.0.0.1')}/")
+        where = where.replace("/ip6/::/", f"/ip6/{_own_address(socket.AF_INET6, '2001:db8::1', '::1')}/")
+    return RunAddress(where, run.genesis.trainer, run.run)
+
+
+def _own_address(family: int, towards: str, otherwise: str) -> str:
+    """This machine's address on the way out; no packet is sent."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:
+            return otherwise
+        return str(probe.getsockname()[0])
+
+
+def listen_address(run: Run) -> str:
+    """config.listen. A free port (tcp/0) stays the same after a restart where it can, because nodes come back to
+    the address they know."""
+    wanted = run.config.listen
+    if not wanted.endswith("/tcp/0"):
+        return wanted
+    try:
+        before = RunAddress.parse(run.folder.address.read_text(encoding="utf-8")).multiaddr
+    except (OSError, UsageError):
+        return wanted
+    _, family, host, _, _ = wanted.split("/")
+    port = int(before.rpartition("/")[2])
+    return f"/{family}/{host}/tcp/{port}" if _is_free(family, host, port) else wanted
+
+
+def _is_free(family: str, host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if family == "ip6" else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def write_address(run: Run, address: RunAddress) -> None:
+    beside = run.folder.address.with_suffix(".new")
+    beside.write_text(f"{address}\n", encoding="utf-8")
+    beside.replace(run.folder.address)
+
+
+async def serve(run: Run) -> None:
+    """Answer nodes until cancelled."""
+    from protocol.net.p2p import open_host
+
+    with open_office(run) as office:
+        async with open_host(office.signer, listen=(listen_address(run),)) as host:
+            address = public_address(run, host)
+            write_address(run, address)
+            say("gateway", f"rlnode join {address}")
+            await Gateway(office).run(host)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m trainer.gateway", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    end_with_parent()
+    code = 0
+    try:
+        trio.run(serve, open_run(arguments.run))
+    except* KeyboardInterrupt:
+        pass
+    except* RLCommonsError as group:
+        for error in leaves(group):
+            say("gateway", str(error))
+        code = 1
+    return code
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """The exceptions in a group of groups."""
+    for error in group.exceptions:
+        yield from leaves(error) if isinstance(error, BaseExceptionGroup) else (error,)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

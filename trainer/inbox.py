@@ -1,0 +1,392 @@
+"""Submissions: receipt → cheap checks → the audit's draw → verdict, each step on disk before the next.
+
+    receive    in the clerk's thread: is it the answer to a lease of its signer? Then it is kept and receipted.
+    examine    in the judge's thread: the checks that need no model, then the draw
+    conclude   in the judge's thread: what an auditor answered becomes the signed verdict
+    record     in the clerk's thread
+
+Not here: the checks themselves (verify/check.py), recomputing (audit.py), who waits for whom (judge.py, clerk.py).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Final
+
+from protocol import codec, limits
+from protocol.envelope import Signed, seal, unseal
+from protocol.environments import base
+from protocol.errors import EnvironmentFault, LocalError, PolicyError
+from protocol.identity import Identity, peer_id
+from protocol.lease import Lease
+from protocol.messages import Submitted
+from protocol.run import EnvironmentShare
+from protocol.trace import Trace
+from protocol.verdict import (
+    NOT_JUDGED_REASONS,
+    Check,
+    Fingerprint,
+    Outcome,
+    Reason,
+    Receipt,
+    Verdict,
+)
+from trainer.audit_draw import AuditChain, is_drawn
+from trainer.audit_result import AuditResult
+from trainer.config import TrainerConfig
+from trainer.ledger import GroupState, LeaseState, Ledger, NewSubmission, SlotState, SubmissionRow, SubmissionState
+from trainer.shelf import Shelf
+from trainer.standing import audits_that_count, standing
+from verify.accounting import check_run, check_signature, lease_findings
+from verify.check import CHEAP, DEAR, cheap_checks, not_reached, unaudited
+from verify.finding import Finding, as_check, first_failure, passed, skipped
+
+_EPOCHS_KEPT: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """The checks of a submission as the ledger keeps them."""
+
+    checks: Annotated[tuple[Check, ...], codec.Many(codec.Object(Check), limits.MAX_CHECKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A submission as it came: from which peer, and when its last byte was here."""
+
+    signed: Signed
+    peer: bytes
+    received_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of a submission. `verdict` is None while an audit is waited for; `fault` is ours, for a person
+    to read."""
+
+    row: SubmissionRow
+    state: SubmissionState
+    reason: Reason | None
+    audited: bool
+    reward: float | None
+    checks: tuple[Check, ...]
+    verdict: Signed | None
+    fault: str = ""
+
+
+class Notary:
+    """Signs receipts and verdicts with the run's key."""
+
+    def __init__(self, run: bytes, signer: Identity, software: str) -> None:
+        self.run = run
+        self._signer = signer
+        self.fingerprint = Fingerprint(software, "", "", "")
+
+    def receipt(self, trace: Trace, digest: bytes, received_ms: int, sequence: int) -> Signed:
+        return seal(
+            self._signer,
+            Receipt(self.run, digest, trace.lease_id, trace.slot, trace.node, received_ms, sequence),
+        )
+
+    def verdict(
+        self,
+        trace: Trace,
+        digest: bytes,
+        node: bytes,
+        reason: Reason | None,
+        checks: tuple[Check, ...],
+        *,
+        audited: bool = False,
+        reward: float | None = None,
+        verifier: Fingerprint | None = None,
+    ) -> Signed:
+        return seal(
+            self._signer,
+            Verdict(
+                run=self.run,
+                trace_digest=digest,
+                lease_id=trace.lease_id,
+                slot=trace.slot,
+                node=node,
+                policy_version=trace.policy_version,
+                policy_root=trace.policy_root,
+                outcome=_outcome(reason),
+                reason=reason,
+                audited=audited,
+                reward=reward,
+                checks=checks,
+                verifier=verifier or self.fingerprint,
+                judged_ms=time.time_ns() // 1_000_000,
+            ),
+        )
+
+
+def _outcome(reason: Reason | None) -> Outcome:
+    if reason is None:
+        return Outcome.ACCEPTED
+    return Outcome.NOT_JUDGED if reason in NOT_JUDGED_REASONS else Outcome.REFUSED
+
+
+# --- receiving (clerk) ---
+
+
+class Inbox:
+    """Takes submissions into the ledger. Every method runs inside the clerk's transaction."""
+
+    def __init__(self, ledger: Ledger, notary: Notary) -> None:
+        self._ledger = ledger
+        self._notary = notary
+
+    def receive(self, arrival: Arrival) -> Submitted:
+        """The receipt, or the verdict on a trace that answers no lease of its signer; the same again when the same
+        trace comes again.
+
+        Raises SignatureError or DecodeError for what is no signed trace: nobody can be held to that.
+        """
+        digest = arrival.signed.digest
+        known = self._known(digest, arrival.peer)
+        if known is not None:
+            return known
+        trace = unseal(Trace, arrival.signed, most=limits.MAX_TRACE_BYTES)
+        refusal, lease = self._place(arrival, trace)
+        if refusal is not None or lease is None:
+            return self._turn_away(arrival, trace, digest, refusal or _unknown(trace))
+        sequence = self._ledger.next_sequence()
+        receipt = self._notary.receipt(trace, digest, arrival.received_ms, sequence)
+        self._ledger.add_submission(
+            NewSubmission(
+                digest=digest,
+                lease_id=trace.lease_id,
+                group_id=lease.group_id,
+                slot=trace.slot,
+                node=trace.node,
+                policy_version=lease.policy_version,
+                received_ms=arrival.received_ms,
+                trace=codec.encode(arrival.signed),
+                tokens=len(trace.tokens),
+            ),
+            sequence,
+            codec.encode(receipt),
+        )
+        return Submitted(receipt, None)
+
+    def _known(self, digest: bytes, peer: bytes) -> Submitted | None:
+        verdict = self._ledger.verdict(digest, peer)
+        receipt = self._ledger.receipt(digest, peer)
+        if verdict is None and receipt is None:
+            return None
+        return Submitted(_opened(receipt), _opened(verdict))
+
+    def _place(self, arrival: Arrival, trace: Trace) -> tuple[Finding | None, Lease | None]:
+        """Steps 1 to 3 of SPEC 10.1, with what only the ledger knows: the first that fails, and the lease."""
+        signature = check_signature(arrival.signed, trace)
+        if not signature.passed:
+            return signature, None
+        if trace.node != arrival.peer:
+            detail = f"sent by {peer_id(arrival.peer)}, but of {peer_id(trace.node)}"
+            return Finding("signature", Reason.SIGNATURE, detail), None
+        run = check_run(trace, self._notary.run)
+        if not run.passed:
+            return run, None
+        found = self._ledger.lease(trace.lease_id)
+        if found is None:
+            return _unknown(trace), None
+        lease = codec.decode(Lease, codec.decode(Signed, found[1]).payload)
+        for finding in lease_findings(trace, lease, arrival.received_ms):
+            if not finding.passed:
+                return finding, lease
+        return self._single_use(trace, lease, found[2]), lease
+
+    def _single_use(self, trace: Trace, lease: Lease, state: LeaseState) -> Finding | None:
+        # SPEC 10.1 step 3: a slot MUST be answered once, under the lease that holds it.
+        if self._ledger.slot(lease.group_id, trace.slot) == (SlotState.LEASED, trace.lease_id):
+            return None
+        if self._ledger.answered(trace.lease_id, trace.slot):
+            return Finding("single use", Reason.LEASE_REDEEMED, f"slot {trace.slot} was answered with another trace")
+        how = "was given back" if state is LeaseState.RETURNED else "has expired"
+        return Finding("deadline", Reason.LEASE_EXPIRED, f"lease {lease.lease_id.hex()} {how}")
+
+    def _turn_away(self, arrival: Arrival, trace: Trace, digest: bytes, refusal: Finding) -> Submitted:
+        """A signed verdict and no receipt: the trace is not kept."""
+        verdict = self._notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
+        self._ledger.add_verdict(
+            arrival.peer,
+            digest,
+            SubmissionState.REFUSED,
+            refusal.reason,
+            False,
+            arrival.received_ms,
+            codec.encode(verdict),
+        )
+        return Submitted(None, verdict)
+
+    def record(self, decision: Decision, now_ms: int) -> None:
+        """Write down a decision, and what follows from it."""
+        row = decision.row
+        if decision.fault:
+            self._ledger.add_event(now_ms, "fault", decision.fault)
+        checks = codec.encode(Checks(decision.checks))
+        if decision.verdict is None:
+            self._ledger.send_to_audit(row.sequence, decision.reward or 0.0, checks)
+            return
+        self._ledger.judge(
+            row,
+            state=decision.state,
+            reason=decision.reason,
+            audited=decision.audited,
+            reward=decision.reward,
+            checks=checks,
+            verdict=codec.encode(decision.verdict),
+            judged_ms=now_ms,
+        )
+        if decision.audited and decision.state is SubmissionState.REFUSED:
+            held = self._ledger.quarantine(row.node)
+            self._ledger.add_event(
+                now_ms,
+                "audit",
+                f"node {peer_id(row.node)} failed an audit ({decision.reason}); {held} of its traces that were "
+                "accepted without one are audited now",
+            )
+
+
+def _opened(signed: bytes | None) -> Signed | None:
+    return None if signed is None else codec.decode(Signed, signed)
+
+
+def _unknown(trace: Trace) -> Finding:
+    return Finding("lease", Reason.LEASE_UNKNOWN, f"there is no lease {trace.lease_id.hex()} in this run")
+
+
+def _up_to(refusal: Finding) -> tuple[Check, ...]:
+    """All checks in order: those before the one that failed passed, those after it were skipped."""
+    names = list(CHEAP)
+    if refusal.name not in names:
+        names.insert(names.index("deadline") + 1, refusal.name)
+    place = names.index(refusal.name)
+    before = tuple(as_check(passed(name)) for name in names[:place])
+    after = tuple(skipped(name, "an earlier check failed") for name in names[place + 1 :])
+    return (*before, as_check(refusal), *after, *not_reached())
+
+
+# --- judging (judge) ---
+
+
+class Examiner:
+    """Decides about submissions; reads the ledger and writes nothing."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        notary: Notary,
+        shelf: Shelf,
+        chain: AuditChain,
+        config: TrainerConfig,
+        environments: tuple[EnvironmentShare, ...],
+    ) -> None:
+        self._ledger = ledger
+        self._notary = notary
+        self._shelf = shelf
+        self._config = config
+        self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(chain.value)
+        self._environments = {
+            (share.name, share.parameters): base.load(share.name, share.parameters) for share in environments
+        }
+
+    def examine(self, row: SubmissionRow) -> Decision:
+        """The cheap checks, then the draw."""
+        trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
+        if self._ledger.group_state(row.group_id) is GroupState.DROPPED:
+            return self._unjudged(row, trace, Reason.POLICY_MOVED_ON)
+        return self._guarded(row, trace, lambda: self._examine(row, trace))
+
+    def _examine(self, row: SubmissionRow, trace: Trace) -> Decision:
+        lease = codec.decode(Lease, codec.decode(Signed, row.lease).payload)
+        reading = self._shelf.reading(lease.policy_version)
+        result = cheap_checks(
+            codec.decode(Signed, row.trace),
+            trace,
+            lease,
+            run=self._notary.run,
+            shape=reading.shape,
+            environment=self._environments[lease.environment, lease.parameters],
+            tokenizer=reading.tokenizer,
+            received_ms=row.received_ms,
+        )
+        if result.reason is not None:
+            return self._judged(row, trace, result.reason, result.checks, not_reached())
+        if self._is_drawn(row):
+            return Decision(row, SubmissionState.AUDIT, None, False, result.reward, result.checks, None)
+        return self._judged(row, trace, None, result.checks, unaudited(), reward=result.reward)
+
+    def _is_drawn(self, row: SubmissionRow) -> bool:
+        """SPEC 10.7. The receipt was signed and handed out before this."""
+        audits = self._ledger.latest_audits(row.node, audits_that_count(self._config))
+        return is_drawn(self._epoch(row.policy_version), row.digest, standing(audits, self._config).rate)
+
+    def conclude(self, row: SubmissionRow) -> Decision:
+        """The verdict that follows from an auditor's answer."""
+        trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
+        assert row.audit is not None and row.checks is not None
+        result = codec.decode(AuditResult, row.audit)
+        cheap = codec.decode(Checks, row.checks).checks
+        if result.fault is not None:
+            fault = f"trace {row.digest.hex()[:16]}… was not judged: {result.error}"
+            dear = tuple(skipped(name, "not judged") for name in DEAR)
+            return self._judged(row, trace, result.fault, cheap, dear, verifier=result.verifier, fault=fault)
+        failure = first_failure(result.checks)
+        reason = None if failure is None else failure.reason
+        reward = row.reward if reason is None else None
+        return self._judged(
+            row, trace, reason, cheap, result.checks, audited=True, reward=reward, verifier=result.verifier
+        )
+
+    def abandon(self, row: SubmissionRow) -> Decision:
+        """An audit whose group was dropped meanwhile is not needed any more."""
+        trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
+        return self._unjudged(row, trace, Reason.POLICY_MOVED_ON)
+
+    def _judged(
+        self,
+        row: SubmissionRow,
+        trace: Trace,
+        reason: Reason | None,
+        cheap: tuple[Check, ...],
+        dear: tuple[Check, ...],
+        *,
+        audited: bool = False,
+        reward: float | None = None,
+        verifier: Fingerprint | None = None,
+        fault: str = "",
+    ) -> Decision:
+        verdict = self._notary.verdict(
+            trace, row.digest, row.node, reason, cheap + dear, audited=audited, reward=reward, verifier=verifier
+        )
+        state = SubmissionState(_outcome(reason))
+        return Decision(row, state, reason, audited, reward, cheap, verdict, fault)
+
+    def _unjudged(self, row: SubmissionRow, trace: Trace, reason: Reason, fault: str = "") -> Decision:
+        cheap = tuple(skipped(name, "not judged") for name in CHEAP)
+        dear = tuple(skipped(name, "not judged") for name in DEAR)
+        return self._judged(row, trace, reason, cheap, dear, fault=fault)
+
+    def _guarded(self, row: SubmissionRow, trace: Trace, decide: Callable[[], Decision]) -> Decision:
+        """A fault of ours is no fault of the node's: the trace is not judged, and a person is told."""
+        name = f"trace {row.digest.hex()[:16]}…"
+        try:
+            return decide()
+        except EnvironmentFault as fault:
+            return self._unjudged(row, trace, Reason.ENVIRONMENT_FAULT, f"{name} was not judged: {fault}")
+        except PolicyError as fault:
+            return self._unjudged(row, trace, Reason.POLICY_UNAVAILABLE, f"{name} was not judged: {fault}")
+        except LocalError as fault:
+            return self._unjudged(row, trace, Reason.VERIFIER_FAULT, f"{name} was not judged: {fault}")
+        except Exception as bug:
+            # A trace is made by a stranger: one that trips a bug of ours must not stop the others' verdicts.
+            traceback.print_exc()
+            text = f"{name} was not judged, a bug of the checks: {type(bug).__name__}: {bug}"
+            return self._unjudged(row, trace, Reason.VERIFIER_FAULT, text)

@@ -1,0 +1,238 @@
+"""Acts on what dispatch decides: makes groups, signs leases, takes them back, gives up groups.
+
+Every method runs in the clerk's thread, inside its transaction. Not here: who gets what (dispatch.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final
+
+from protocol import codec, limits
+from protocol.envelope import Signed, seal
+from protocol.environments import base
+from protocol.errors import Code, EnvironmentFault, PolicyError, Refused
+from protocol.identity import Identity
+from protocol.lease import Lease, SeedInput, Slot, slot_seed
+from protocol.messages import GetLeases, LeasesReply
+from protocol.run import EnvironmentShare
+from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choose, stranded
+from trainer.ledger import GroupRow, GroupState, LeaseState, Ledger, OpenSlot
+from trainer.rundir import Run
+from trainer.shelf import Shelf
+from trainer.standing import audits_that_count, standing
+
+ASKED_SECONDS: Final = 30.0  # a node that asked so lately counts as one that wants work
+LATE_SECONDS: Final = 2.0  # a lease is free again so long after its deadline: what arrived in time may still queue
+_REPLY_BYTES: Final = 2 * 1024 * 1024  # of leases in one reply: long prompts could exceed a frame
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A node's last request for leases."""
+
+    at_ms: int
+    versions: frozenset[int]
+    on_probation: bool
+
+
+def task(secret: bytes, number: int, shares: tuple[EnvironmentShare, ...]) -> tuple[EnvironmentShare, int]:
+    """The environment and index of the run's task `number`: a stream that nodes cannot foresee."""
+    digest = hashlib.blake2b(
+        number.to_bytes(8, "little"), digest_size=16, key=secret, person=b"rlcommons-task-1"
+    ).digest()
+    place = int.from_bytes(digest[:8], "little") % sum(share.weight for share in shares)
+    for share in shares:
+        if place < share.weight:
+            return share, int.from_bytes(digest[8:], "little")
+        place -= share.weight
+    raise AssertionError("weights add up to their sum")
+
+
+class Leasing:
+    """Who holds what lies in the ledger; only who asked lately is kept in memory."""
+
+    def __init__(self, run: Run, ledger: Ledger, signer: Identity, secret: bytes, shelf: Shelf) -> None:
+        self._run = run
+        self._config = run.config
+        self._ledger = ledger
+        self._signer = signer
+        self._secret = secret
+        self._shelf = shelf
+        self._environments = {
+            (share.name, share.parameters): base.load(share.name, share.parameters)
+            for share in run.genesis.environments
+        }
+        self._asks: dict[bytes, Ask] = {}
+        self._next_task = ledger.groups_made()
+
+    # --- giving ---
+
+    def lease(self, node: bytes, request: GetLeases, connected: Collection[bytes], now_ms: int) -> LeasesReply:
+        """What a node gets now, signed and in the ledger."""
+        audits = self._ledger.latest_audits(node, audits_that_count(self._config))
+        on_probation = standing(audits, self._config).on_probation
+        self._asks[node] = Ask(now_ms, frozenset(request.versions), on_probation)
+        asking = Asking(node, request.slots, frozenset(request.versions), self._ledger.leased_slots(node), on_probation)
+        plan = choose(asking, self._situation(node, connected, now_ms), self._config)
+        leases, cause = self._issue(node, plan.grants, now_ms)
+        return LeasesReply(tuple(leases), plan.retry_ms, (cause or plan.cause)[: limits.MAX_TEXT_CHARACTERS])
+
+    def _situation(self, node: bytes, connected: Collection[bytes], now_ms: int) -> Situation:
+        self._asks = {each: ask for each, ask in self._asks.items() if each in connected or each == node}
+        working = self._ledger.holders() | {
+            each for each, ask in self._asks.items() if now_ms - ask.at_ms < ASKED_SECONDS * 1000
+        }
+        trusted = {each for each in working if each in connected and not self._is_on_probation(each)}
+        return Situation(
+            latest=self._shelf.latest,
+            groups=tuple(self._groups()),
+            others=len(trusted - {node}),
+            waiting=self._ledger.count_informative(),
+            now_ms=now_ms,
+        )
+
+    def _is_on_probation(self, node: bytes) -> bool:
+        return node in self._asks and self._asks[node].on_probation
+
+    def _groups(self) -> list[GroupView]:
+        refused: dict[tuple[bytes, int], set[bytes]] = defaultdict(set)
+        for group_id, slot, node in self._ledger.refused_answers():
+            refused[group_id, slot].add(node)
+        groups: dict[bytes, list[OpenSlot]] = defaultdict(list)
+        for row in self._ledger.open_slots():
+            groups[row.group_id].append(row)
+        return [
+            GroupView(
+                group_id,
+                rows[0].policy_version,
+                rows[0].created_ms,
+                tuple(
+                    SlotView(r.slot, r.state, r.node, r.attempts, frozenset(refused.get((group_id, r.slot), ())))
+                    for r in rows
+                ),
+            )
+            for group_id, rows in groups.items()
+        ]
+
+    def _issue(self, node: bytes, grants: tuple[Grant, ...], now_ms: int) -> tuple[list[Signed], str]:
+        """The leases, and why there are fewer than granted."""
+        leases: list[Signed] = []
+        size = 0
+        for grant in grants:
+            try:
+                group = self._new_group(grant.version, now_ms) if grant.group_id is None else self._group(grant)
+            except EnvironmentFault as fault:
+                self._ledger.add_event(now_ms, "environment", str(fault))
+                return leases, f"a fault of the trainer: {fault}"
+            lease = self._sign(node, group, grant.slots, now_ms)
+            leases.append(lease)
+            size += len(lease.payload)
+            if size > _REPLY_BYTES:
+                break
+        return leases, ""
+
+    def _group(self, grant: Grant) -> GroupRow:
+        assert grant.group_id is not None
+        found = self._ledger.group(grant.group_id)
+        assert found is not None
+        return found[0]
+
+    def _new_group(self, version: int, now_ms: int) -> GroupRow:
+        """Make the next group of the run. Raises EnvironmentFault; the next call goes on with the next task."""
+        share, index = task(self._secret, self._next_task, self._run.genesis.environments)
+        self._next_task += 1
+        environment = self._environments[share.name, share.parameters]
+        try:
+            prompt = self._shelf.reading(version).tokenizer.prompt_ids(environment.prompt(index))
+        except PolicyError as error:
+            raise EnvironmentFault(f"environment {share.name}, task {index}: {error}") from error
+        if not 0 < len(prompt) <= limits.MAX_PROMPT_TOKENS:
+            raise EnvironmentFault(f"environment {share.name}, task {index}: a prompt of {len(prompt)} tokens")
+        group = GroupRow(
+            group_id=secrets.token_bytes(16),
+            environment=share.name,
+            parameters=share.parameters,
+            task_index=index,
+            policy_version=version,
+            size=self._config.group_size,
+            prompt=prompt,
+            max_turn_tokens=min(self._config.max_turn_tokens, environment.max_new_tokens),
+            created_ms=now_ms,
+        )
+        self._ledger.add_group(group, [self._seed(group, slot) for slot in range(group.size)])
+        return group
+
+    def _seed(self, group: GroupRow, slot: int) -> int:
+        return slot_seed(
+            SeedInput(
+                run=self._run.run,
+                policy_root=self._root(group.policy_version),
+                environment=group.environment,
+                parameters=group.parameters,
+                task_index=group.task_index,
+                group_id=group.group_id,
+                slot=slot,
+                secret=self._secret,
+            )
+        )
+
+    def _root(self, version: int) -> bytes:
+        root = self._shelf.root(version)
+        if root is None:
+            raise Refused(Code.NOT_FOUND, f"policy version {version} is no longer served: fetch the latest")
+        return root
+
+    def _sign(self, node: bytes, group: GroupRow, slots: tuple[int, ...], now_ms: int) -> Signed:
+        seeds = {row.slot: row.seed for row in self._ledger.slots_of(group.group_id)}
+        lease = Lease(
+            run=self._run.run,
+            lease_id=secrets.token_bytes(16),
+            node=node,
+            policy_version=group.policy_version,
+            policy_root=self._root(group.policy_version),
+            environment=group.environment,
+            parameters=group.parameters,
+            task_index=group.task_index,
+            group_id=group.group_id,
+            group_size=group.size,
+            slots=tuple(Slot(index, seeds[index]) for index in slots),
+            prompt=group.prompt,
+            temperature=self._config.temperature,
+            max_turn_tokens=group.max_turn_tokens,
+            max_tokens=self._config.max_tokens,
+            issued_ms=now_ms,
+            deadline_ms=now_ms + int(self._config.lease_seconds * 1000),
+        )
+        signed = seal(self._signer, lease)
+        self._ledger.add_lease(lease.lease_id, node, group.group_id, slots, codec.encode(signed), lease.deadline_ms)
+        return signed
+
+    # --- taking back ---
+
+    def give_back(self, node: bytes, lease_id: bytes) -> None:
+        """A node gives up a lease. Raises Refused for a lease that is not its own."""
+        found = self._ledger.lease(lease_id)
+        if found is None or found[0] != node:
+            raise Refused(Code.NOT_FOUND, f"lease {lease_id.hex()} is not one of this node's")
+        self._ledger.end_lease(lease_id, LeaseState.RETURNED)
+
+    def expire(self, now_ms: int) -> int:
+        """Free the slots of leases past their deadline; how many."""
+        due = self._ledger.due_leases(now_ms - int(LATE_SECONDS * 1000))
+        return sum(self._ledger.end_lease(lease_id, LeaseState.EXPIRED) for lease_id in due)
+
+    def tidy(self, connected: Collection[bytes], now_ms: int) -> None:
+        """Give up groups that nobody will finish or that the learner may not use any more."""
+        oldest = self._shelf.latest - self._config.staleness_limit
+        limit = self._config.staleness_limit
+        self._ledger.drop_stale_groups(oldest, f"older than {limit} policy versions")
+        if not self._ledger.count_groups(GroupState.OPEN):
+            return
+        held = frozenset(version for node in connected if node in self._asks for version in self._asks[node].versions)
+        for group_id, cause in stranded(self._groups(), held, self._shelf.latest, now_ms, self._config):
+            self._ledger.drop_group(group_id, cause)

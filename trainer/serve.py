@@ -1,0 +1,330 @@
+"""Starts and watches the processes of a run, and shows what it does.
+
+    gateway · auditors · learner · page       each `python -m trainer.… RUN`, each may die alone
+
+A process that ends is started again, later each time, and said why. The children end when this process does, also
+when it is killed: they watch their stdin, whose other end is here. Not here: any of their work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Final
+
+from protocol.errors import StorageError, UsageError
+from trainer.child import now_ms
+from trainer.config import TrainerConfig
+from trainer.ledger import Ledger
+from trainer.rundir import Run, load_run_identity, load_secrets, open_run
+from trainer.summary import summary
+
+STOP_SECONDS: Final = 4.0  # children get so long to end before they are killed
+RESTART_SECONDS: Final = (0.2, 1.0, 3.0, 10.0, 30.0)  # before the first, second, … restart in a row
+HEALTHY_SECONDS: Final = 60.0  # a process that ran so long starts again at once
+LOOK_SECONDS: Final = 0.1
+VIEW_SECONDS: Final = 0.5
+LINE_SECONDS: Final = 5.0
+START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
+LOG_BYTES: Final = 16 * 1024 * 1024  # a log is turned over at this size
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that should be running."""
+
+    name: str
+    arguments: tuple[str, ...]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    failures: int = 0
+    start_at: float = 0.0
+    last_words: list[str] = field(default_factory=list)
+
+
+def children_of(run: Run) -> list[Child]:
+    """The processes of a run."""
+    path = str(run.folder.path)
+
+    def child(name: str, module: str, *more: str) -> Child:
+        return Child(name, ("-m", module, path, *more), run.folder.logs / f"{name}.log")
+
+    auditors = [
+        child(name, "trainer.audit", "--name", name) for name in (f"auditor-{i}" for i in range(run.config.auditors))
+    ]
+    return [
+        child("gateway", "trainer.gateway"),
+        *auditors,
+        child("learner", "trainer.learner"),
+        child("page", "trainer.api"),
+    ]
+
+
+class Supervisor:
+    """Keeps the children running until told to stop."""
+
+    def __init__(self, run: Run, ledger: Ledger, children: list[Child]) -> None:
+        self._run = run
+        self._ledger = ledger
+        self._children = children
+        self.news: list[str] = []  # what a person should see, oldest first
+
+    def look(self) -> None:
+        """Start what should run and does not; say why something ended."""
+        now = time.monotonic()
+        for child in self._children:
+            if child.process is not None and (code := child.process.poll()) is not None:
+                self._ended(child, code, now)
+            if child.process is None and now >= child.start_at:
+                self._start(child, now)
+
+    def _start(self, child: Child, now: float) -> None:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        child.process = subprocess.Popen(
+            [sys.executable, *child.arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes to this process alone, which then ends the others in order
+        )
+        child.started = now
+        child.last_words.clear()
+        assert child.process.stderr is not None
+        threading.Thread(
+            target=_keep_log, args=(child.process.stderr, child.log, child.last_words), daemon=True
+        ).start()
+
+    def _ended(self, child: Child, code: int, now: float) -> None:
+        if child.process is not None and child.process.stdin is not None:
+            child.process.stdin.close()
+        child.process = None
+        child.failures = 0 if now - child.started > HEALTHY_SECONDS else child.failures
+        delay = RESTART_SECONDS[min(child.failures, len(RESTART_SECONDS) - 1)]
+        child.failures += 1
+        child.start_at = now + delay
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        why = f": {child.last_words[-1]}" if child.last_words else ""
+        self.say("process", f"the {child.name} {how}{why}; started again in {delay:g} s (see {child.log})")
+
+    def say(self, kind: str, text: str) -> None:
+        self.news.append(text)
+        with contextlib.suppress(StorageError):  # the page misses a line; the screen does not
+            self._ledger.add_event(now_ms(), kind, text)
+
+    def stop(self) -> None:
+        """End all children: ask, wait, then kill. In under 5 s."""
+        running = [child.process for child in self._children if child.process is not None]
+        for process in running:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for child in self._children:
+            child.process = None
+
+
+def _keep_log(source: IO[bytes], path: Path, last_words: list[str]) -> None:
+    """Append what a child says to its log, and remember the last lines."""
+    with contextlib.suppress(OSError), source:
+        for raw in source:
+            line = raw.decode("utf-8", "replace").rstrip()
+            if line:
+                last_words.append(line[:500])
+                del last_words[:-5]
+            with contextlib.suppress(OSError):  # a full disk costs the log, not the child
+                _append(path, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def _append(path: Path, text: str) -> None:
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        path.replace(path.with_suffix(".log.1"))
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+# --- the command ---
+
+
+@contextlib.contextmanager
+def locked(run: Run) -> Iterator[None]:
+    """One `rltrainer serve` a run. Raises UsageError naming the other's process id."""
+    with run.folder.lock.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            other = file.read().strip() or "unknown"
+            raise UsageError(
+                f"{run.folder.path} is served already, by process {other}: look at it with "
+                f"`rltrainer status {run.folder.path}`, or stop it first"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def serve(path: Path, *, as_json: bool = False) -> int:
+    """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code.
+
+    Raises UsageError (no run there, or served already) or LocalError (its key or secrets cannot be used).
+    """
+    run = open_run(path)
+    load_run_identity(run)
+    load_secrets(run)
+    run.folder.logs.mkdir(exist_ok=True)
+    with locked(run), _Stopping() as stopping:
+        run.folder.page.unlink(missing_ok=True)
+        ledger = Ledger(run.folder.ledger)
+        supervisor = Supervisor(run, ledger, children_of(run))
+        screen = _screen(run, as_json)
+        try:
+            with screen:
+                _serve(run, ledger, supervisor, screen, stopping)
+        finally:
+            supervisor.stop()
+            ledger.close()
+    return 0
+
+
+def _serve(run: Run, ledger: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
+    told: dict[str, str] = {}
+    shown = 0.0
+    while not stopping.wait(LOOK_SECONDS):
+        supervisor.look()
+        while supervisor.news:
+            screen.say("process", supervisor.news.pop(0))
+        for name, file, text in (("address", run.folder.address, "rlnode join "), ("page", run.folder.page, "")):
+            if file.exists() and told.get(name) != (found := file.read_text(encoding="utf-8").strip()) and found:
+                told[name] = found
+                screen.say(name, text + found)
+        if time.monotonic() - shown >= screen.seconds:
+            shown = time.monotonic()
+            found_now = summary(ledger, now_ms())
+            screen.show(found_now)
+            if _is_done(run.config, found_now):
+                screen.say("done", f"all {run.config.steps} policy versions are made")
+                return
+
+
+def _is_done(config: TrainerConfig, found: dict[str, Any]) -> bool:
+    return 0 < config.steps <= (found["version"] or 0)
+
+
+class _Stopping:
+    """SIGINT and SIGTERM as an event; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stopping:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if self._event.is_set():
+            raise KeyboardInterrupt
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
+
+
+# --- what a person or a script sees ---
+
+
+class _Screen:
+    """JSON lines, for scripts."""
+
+    seconds = VIEW_SECONDS
+
+    def __enter__(self) -> _Screen:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def say(self, kind: str, text: str) -> None:
+        print(json.dumps({"kind": kind, "text": text}), flush=True)
+
+    def show(self, found: dict[str, Any]) -> None:
+        print(json.dumps({"kind": "state", **found}), flush=True)
+
+
+class _Lines(_Screen):
+    """Plain lines, for a log or a pipe."""
+
+    seconds = LINE_SECONDS
+
+    def say(self, kind: str, text: str) -> None:
+        print(text, flush=True)
+
+    def show(self, found: dict[str, Any]) -> None:
+        from trainer.view import line
+
+        print(line(found), flush=True)
+
+
+class _Live(_Screen):
+    """A view that is drawn anew in place."""
+
+    def __init__(self, run: Run) -> None:
+        from rich.live import Live
+
+        self._run = run
+        self._live = Live(auto_refresh=False)
+
+    def __enter__(self) -> _Live:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def say(self, kind: str, text: str) -> None:
+        from rich.text import Text
+
+        self._live.console.print(Text(text, overflow="fold"))
+
+    def show(self, found: dict[str, Any]) -> None:
+        from trainer.view import render
+
+        self._live.update(render(self._run, found), refresh=True)
+
+
+def _screen(run: Run, as_json: bool) -> _Screen:
+    if as_json:
+        return _Screen()
+    return _Live(run) if sys.stdout.isatty() else _Lines()

@@ -1,0 +1,128 @@
+"""The published policies as the gateway serves them: signed manifests, blobs by digest, and what the cheap checks
+read of a policy (its tokenizer and its shape).
+
+Not here: making policies (init.py, publish.py), removing old ones (the learner does), tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from protocol.envelope import Signed
+from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.errors import PolicyError
+from protocol.limits import MAX_BLOB_BYTES
+from protocol.policy import Manifest
+from trainer.rundir import RunFolder
+from verify.structure import PolicyShape, policy_shape
+
+_READINGS_KEPT: Final = 4  # tokenizers: every version of a run has the same, and a large one takes 100 MB
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPlace:
+    """Where a blob lies on disk."""
+
+    path: Path
+    offset: int
+    length: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What of a policy is needed to replay an episode."""
+
+    tokenizer: PolicyTokenizer
+    shape: PolicyShape
+
+
+class Shelf:
+    """Filled by one thread, read by several."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._manifests: dict[int, tuple[Signed, Manifest]] = {}
+        self._blobs: dict[bytes, BlobPlace] = {}
+        self._readings: dict[tuple[bytes, ...], Reading] = {}
+        self._loading = threading.Lock()
+
+    @property
+    def latest(self) -> int:
+        """The newest version with a manifest."""
+        return max(self._manifests)
+
+    def put(self, signed: Signed, manifest: Manifest) -> None:
+        """A policy that nodes may fetch from now on, or a newer manifest of one."""
+        blobs = self._places(manifest)
+        self._blobs = {**self._blobs, **blobs}
+        self._manifests = {**self._manifests, manifest.version: (signed, manifest)}
+
+    def forget_removed(self) -> None:
+        """Drop the versions whose folder is gone."""
+        gone = [version for version in self._manifests if not self._folder.policy(version).is_dir()]
+        if not gone:
+            return
+        self._manifests = {version: self._manifests[version] for version in self._manifests if version not in gone}
+        kept: dict[bytes, BlobPlace] = {}
+        for _, manifest in self._manifests.values():
+            kept |= self._places(manifest)
+        self._blobs = kept
+
+    def manifest(self, version: int | None = None) -> Signed | None:
+        """The signed manifest of a version, or of the latest."""
+        found = self._manifests.get(self.latest if version is None else version)
+        return None if found is None else found[0]
+
+    def root(self, version: int) -> bytes | None:
+        found = self._manifests.get(version)
+        return None if found is None else found[1].root
+
+    def expires_ms(self, version: int) -> int:
+        return self._manifests[version][1].expires_ms
+
+    def blob(self, digest: bytes) -> BlobPlace | None:
+        return self._blobs.get(digest)
+
+    def reading(self, version: int) -> Reading:
+        """Tokenizer and shape of a version. Raises PolicyError when it is no longer here."""
+        found = self._manifests.get(version)
+        if found is None:
+            raise PolicyError(f"policy version {version} is no longer on disk")
+        files = found[1].files
+        key = tuple(b.digest for file in files if not file.name.endswith(".safetensors") for b in file.blobs)
+        with self._loading:
+            if key not in self._readings:
+                folder = self._folder.policy(version)
+                while len(self._readings) >= _READINGS_KEPT:
+                    del self._readings[next(iter(self._readings))]
+                self._readings[key] = Reading(PolicyTokenizer.load(folder), policy_shape(folder))
+            return self._readings[key]
+
+    def _places(self, manifest: Manifest) -> dict[bytes, BlobPlace]:
+        folder = self._folder.policy(manifest.version)
+        return {
+            blob.digest: BlobPlace(folder / file.name, place * MAX_BLOB_BYTES, blob.length, blob.digest)
+            for file in manifest.files
+            for place, blob in enumerate(file.blobs)
+        }
+
+
+def read_blob(place: BlobPlace) -> bytes:
+    """The bytes of a blob, which are what its digest says.
+
+    Raises PolicyError when they are not: sent on, they would look like a lie of ours.
+    """
+    try:
+        with place.path.open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+    except OSError as error:
+        raise PolicyError(f"{place.path} cannot be read ({error.strerror})") from None
+    if hashlib.sha256(data).digest() != place.digest:
+        raise PolicyError(f"{place.path} is not what was published: its bytes at {place.offset} have changed")
+    return data
