@@ -1,0 +1,193 @@
+"""The whole loop with real processes on loopback: a policy that learns from verified traces, a cheating node that
+is refused for a reason anyone can recompute, and a trainer that may be killed at any point."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.ledger import Ledger
+from trainer.rundir import RunFolder
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+pytestmark = pytest.mark.timeout(600)
+
+
+def command(module: str, *words: object) -> list[str]:
+    return [sys.executable, "-m", module, *map(str, words)]
+
+
+def call(module: str, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(module, *words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+class Network:
+    """The processes of one run; every one that was started is ended, by its pid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = RunFolder(folder / "run")
+        self._stack = ExitStack()
+        made = call(
+            "trainer.cli", "init", self.run.path, "--set", "listen=/ip4/127.0.0.1/tcp/0", "--set", "page_port=0"
+        )
+        assert made.returncode == 0, made.stderr
+        self.ledger = Ledger(self.run.ledger, read_only=True)
+
+    def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+        log = self._stack.enter_context(open(self.folder / f"{name}.log", "ab"))
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        self._stack.callback(end, process)
+        return process
+
+    def serve(self) -> subprocess.Popen[bytes]:
+        self.run.address.unlink(missing_ok=True)
+        process = self.start("serve", command("trainer.cli", "serve", self.run.path, "--json"))
+        wait_until(lambda: self.run.address.exists() or process.poll() is not None, 90, "the gateway listens")
+        assert process.poll() is None, self.log("serve")
+        return process
+
+    @property
+    def address(self) -> str:
+        return self.run.address.read_text().strip()
+
+    def join(self, name: str) -> subprocess.Popen[bytes]:
+        words = command("node.cli", "join", self.address, "--cpu", "--home", self.folder / name)
+        return self.start(name, words)
+
+    def join_cheater(self) -> subprocess.Popen[bytes]:
+        script = str(ROOT / "tests" / "e2e" / "cheating_node.py")
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+        log = self._stack.enter_context(open(self.folder / "cheater.log", "ab"))
+        process = subprocess.Popen(
+            [sys.executable, script, self.address, str(self.folder / "cheater")],
+            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self._stack.callback(end, process)
+        return process
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self.ledger.view("SELECT * FROM nodes")
+
+    def versions(self) -> int:
+        return len(self.ledger.steps())
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    made = Network(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def refused_for(network: Network, reason: str) -> int:
+    query = "SELECT COUNT(*) AS n FROM verdicts WHERE outcome = 'REFUSED' AND reason = ?"
+    count: int = network.ledger.view(query, (reason,))[0]["n"]
+    return count
+
+
+def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(network: Network) -> None:
+    serving = network.serve()
+    honest, cheater = network.join("honest"), network.join_cheater()
+    wait_until(lambda: network.versions() >= 3, 240, "three policy versions")
+    wait_until(lambda: refused_for(network, "MARGIN") >= 3, 120, "the cheater is refused")
+    assert (honest.poll(), cheater.poll()) == (None, None), network.log("honest") + network.log("cheater")
+
+    # The honest node lost nothing by it, and only accepted traces were learned from.
+    best = max(network.nodes(), key=lambda node: node["accepted"])
+    worst = max(network.nodes(), key=lambda node: node["audits_failed"])
+    assert best["node"] != worst["node"]
+    assert (best["refused"], best["audits_failed"]) == (0, 0)
+    trained = network.ledger.view(
+        "SELECT s.state, s.node FROM submissions s JOIN slots t ON t.digest = s.digest "
+        "JOIN groups g ON g.group_id = t.group_id WHERE g.state = 'TAKEN'"
+    )
+    assert trained and {row["state"] for row in trained} == {"ACCEPTED"}
+
+    # Anyone can recompute both verdicts offline.
+    for options, code, outcome in (((), 0, "ACCEPTED"), (("--refused",), 1, "REFUSED")):
+        exported = call(
+            "trainer.cli", "export-trace", network.run.path, "-o", network.folder / "trace.msgpack", "--json", *options
+        )
+        assert exported.returncode == 0, exported.stderr
+        where = json.loads(exported.stdout)
+        checked = call("verify.cli", "check", where["file"], "--policy", where["policy"], "--json")
+        assert checked.returncode == code, checked.stdout + checked.stderr
+        found = json.loads(checked.stdout)
+        assert found["outcome"] == outcome
+        assert found["trainer"]["agrees"], found["trainer"]
+    assert found["reason"] == "MARGIN"
+
+    # Ctrl-C ends everything soon and in order.
+    begun = time.monotonic()
+    for process in (honest, cheater, serving):
+        process.send_signal(signal.SIGINT)
+    assert honest.wait(30) in (0, 130) and serving.wait(30) in (0, 130), network.log("serve")
+    assert time.monotonic() - begun < 30
+
+
+def test_the_trainer_killed_at_any_point_goes_on_and_nodes_come_back_by_themselves(network: Network) -> None:
+    serving = network.serve()
+    port_line = network.address
+    node = network.join("honest")
+    wait_until(lambda: network.versions() >= 1, 240, "the first policy version")
+    before = network.versions()
+    serving.kill()
+    serving.wait()
+
+    # The address must stay the same for nodes that are out there: listen on the port that was taken.
+    port = port_line.split("/")[4]
+    settings = network.run.config
+    settings.write_text(settings.read_text().replace("127.0.0.1/tcp/0", f"127.0.0.1/tcp/{port}"))
+    network.serve()
+    assert network.address == port_line
+    wait_until(lambda: network.versions() >= before + 2, 240, "two more versions after the kill")
+    assert node.poll() is None, network.log("honest")
+
+    steps = [step.version for step in network.ledger.steps()]
+    assert steps == list(range(1, len(steps) + 1)), "a version was skipped or made twice"
+    twice = network.ledger.view(
+        "SELECT group_id, slot, COUNT(*) AS n FROM submissions WHERE state = 'ACCEPTED' GROUP BY group_id, slot HAVING n > 1"
+    )
+    assert twice == [], "a slot was counted twice"
+    assert all(row["refused"] == 0 for row in network.nodes()), "an honest node was blamed"
