@@ -54,11 +54,12 @@ class Network:
         assert made.returncode == 0, made.stderr
         self.ledger = Ledger(self.run.ledger, read_only=True)
 
-    def start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
-        log = self._stack.enter_context(open(self.folder / f"{name}.log", "ab"))
+    def start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        log = self._stack.enter_context((self.folder / f"{name}.log").open("ab"))
         process = subprocess.Popen(
-            words, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
+            words, cwd=ROOT, env={**ENVIRONMENT, **environment}, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
         self._stack.callback(end, process)
         return process
 
@@ -79,14 +80,8 @@ class Network:
 
     def join_cheater(self) -> subprocess.Popen[bytes]:
         script = str(ROOT / "tests" / "e2e" / "cheating_node.py")
-        environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-        log = self._stack.enter_context(open(self.folder / "cheater.log", "ab"))
-        process = subprocess.Popen(
-            [sys.executable, script, self.address, str(self.folder / "cheater")],
-            cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._stack.callback(end, process)
-        return process
+        words = [sys.executable, script, self.address, str(self.folder / "cheater")]
+        return self.start("cheater", words, PYTHONPATH=str(ROOT))
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
@@ -187,7 +182,8 @@ def test_the_trainer_killed_at_any_point_goes_on_and_nodes_come_back_by_themselv
     steps = [step.version for step in network.ledger.steps()]
     assert steps == list(range(1, len(steps) + 1)), "a version was skipped or made twice"
     twice = network.ledger.view(
-        "SELECT group_id, slot, COUNT(*) AS n FROM submissions WHERE state = 'ACCEPTED' GROUP BY group_id, slot HAVING n > 1"
+        "SELECT group_id, slot, COUNT(*) AS n FROM submissions WHERE state = 'ACCEPTED' "
+        "GROUP BY group_id, slot HAVING n > 1"
     )
     assert twice == [], "a slot was counted twice"
     assert all(row["refused"] == 0 for row in network.nodes()), "an honest node was blamed"
