@@ -5,11 +5,10 @@ Not here: who gets which lease (trainer/dispatch.py) and the noise itself (noise
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from protocol import codec, identity, limits
+from protocol import codec, identity, limits, noise
 from protocol.errors import Code, DecodeError
 
 
@@ -82,8 +81,5 @@ class SeedInput:
 
 
 def slot_seed(bound_to: SeedInput) -> int:
-    """SPEC 8.5: first 8 bytes, little-endian, of BLAKE2b(canonical bytes, person "rlcommons-seed-1")."""
-    return int.from_bytes(
-        hashlib.blake2b(codec.encode(bound_to), digest_size=32, person=b"rlcommons-seed-1").digest()[:8],
-        "little",
-    )
+    """SPEC 8.5: the seed of a slot, 64 bits."""
+    return noise.slot_seed(codec.encode(bound_to))

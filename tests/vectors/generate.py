@@ -203,7 +203,7 @@ def seed_input(slot: int) -> dict[str, Any]:
 
 def slot_seed(slot: int) -> int:
     data = wire.encode("SeedInput", seed_input(slot))
-    digest = hashlib.blake2b(data, digest_size=32, person=b"rlcommons-seed-1").digest()
+    digest = hashlib.blake2b(data, digest_size=64, person=b"rlcommons-seed-1").digest()
     return int.from_bytes(digest[:8], "little")
 
 
@@ -1027,7 +1027,7 @@ def seed() -> dict[str, Any]:
         section.good(
             "slot_seed",
             f"seed_{slot}",
-            "BLAKE2b-256 with person rlcommons-seed-1, first 8 bytes",
+            "BLAKE2b-512 with person rlcommons-seed-1, first 8 bytes",
             bytes=data,
             value=slot_seed(slot),
         )
