@@ -1,4 +1,4 @@
-"""The seeded sampler's noise: what a slot's seed, a position and a token id are worth (SPEC 10).
+"""The seeded sampler's noise: what a slot's seed, a position and a token id are worth (SPEC 8.5, 10.2).
 
 Both sides must compute it alike, so it is integers up to the last step and needs numpy alone.
 Not here: choosing a token or checking a choice (verify/sampling.py), or who gets which seed (lease.py).
@@ -47,7 +47,7 @@ _UN_F2: Final = _inverse(_F2)
 
 def slot_seed(data: bytes) -> int:
     """The 64-bit seed of a slot from the bytes it is bound to."""
-    # SPEC 10: slot seed = first 8 bytes, little-endian, of BLAKE2b(data, person="rlcommons-seed-1").
+    # SPEC 8.5: slot seed = first 8 bytes, little-endian, of BLAKE2b(data, person="rlcommons-seed-1").
     return int.from_bytes(blake2b(data, person=SEED_PERSON).digest()[:8], "little")
 
 
@@ -67,7 +67,7 @@ def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> Words:
     except (OverflowError, ValueError):
         raise UsageError("a seed is an unsigned 64-bit and a position an unsigned 32-bit integer") from None
     state = np.zeros(len(seed), dtype=np.uint32)
-    # SPEC 10: the hash reads seed u64 LE ‖ position u32 LE ‖ token id u32 LE.
+    # SPEC 10.2: the hash reads seed u64 LE ‖ position u32 LE ‖ token id u32 LE.
     for word in (seed.astype(np.uint32), (seed >> np.uint64(32)).astype(np.uint32), position):
         state ^= token_keys(word)
         state = (state << _13) | (state >> _19)
@@ -132,11 +132,11 @@ def tokens_from(prefix: np.uint32, unhashed: Words) -> Words:
 
 def gumbel(values: Words) -> NDArray[np.float32]:
     """Standard Gumbel noise of each hash. Small hashes carry the large noise, where float32 is dense."""
-    # SPEC 10: u = (h >> 16)·2^-16 + ((h & 0xFFFF) + 0.5)·2^-32 in float32, clamped below 1; the sum is exact
+    # SPEC 10.2: u = (h >> 16)·2^-16 + ((h & 0xFFFF) + 0.5)·2^-32 in float32, clamped below 1; the sum is exact
     # in float64, so one rounding gives the same float32.
     u = ((values.astype(np.float64) + 0.5) * 2.0**-32).astype(np.float32)
     u = np.minimum(u, MAX_U)
-    # SPEC 10: g = -log(-log1p(-u)). Logs in float64, because float32 logs differ between processors.
+    # SPEC 10.2: g = -log(-log1p(-u)). Logs in float64, because float32 logs differ between processors.
     noise: NDArray[np.float32] = (-np.log(-np.log1p(-u.astype(np.float64)))).astype(np.float32)
     return noise
 

@@ -1,4 +1,4 @@
-"""Drawing tokens with the slot's seed, and measuring whether a claimed token is the one drawn (SPEC 10).
+"""Drawing tokens with the slot's seed, and measuring whether a claimed token is the one drawn (SPEC 10.3, 10.4).
 
 Not covered: whether the logits are the claimed policy's (toploc.py, prefill.py), and what a distance means
 across many traces (calibration).
@@ -118,7 +118,7 @@ def judge_margins(
     """Hold a trace's margins against the limits: how many positions exceed the hard margin."""
     values = np.asarray(margins, dtype=np.float64)
     hard = at_temperature(limits.margin_hard, temperature)
-    # SPEC 10: refuse when a margin exceeds the hard limit, beyond the budget for this many tokens.
+    # SPEC 10.4: refuse when a margin exceeds the hard limit, beyond the budget for this many tokens.
     allowed = math.floor(limits.margin_budget * len(values) / 4096)
     over = np.flatnonzero(~(values <= hard))
     worst = int(values.argmax()) if len(values) else 0

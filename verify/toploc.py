@@ -1,4 +1,4 @@
-"""TOPLOC proofs: a commitment to the largest final hidden states, 258 bytes for 32 tokens (SPEC 10).
+"""TOPLOC proofs: a commitment to the largest final hidden states, 258 bytes for 32 tokens (SPEC 10.5).
 
 Byte-compatible with the public format (Prime Intellect, "TOPLOC", 2025), and stricter: what cannot be proved is
 an error and no proof, and what is not exactly a proof is refused with its reason. Not covered: whether the
@@ -122,7 +122,7 @@ def count_chunks(tokens: int) -> int:
 
 def check_form(proofs: Sequence[bytes], tokens: int, hidden: int, k: int = PROOF_TOP_K) -> list[Polynomial]:
     """Parse the proofs of `tokens` positions, or refuse them with the exact reason. Needs no model."""
-    # SPEC 10: a trace carries exactly ⌈L/32⌉ proofs.
+    # SPEC 10.5.3: a trace carries exactly ⌈L/32⌉ proofs.
     if len(proofs) != count_chunks(tokens):
         raise ProofError(f"{len(proofs)} proofs for {tokens} tokens, which need {count_chunks(tokens)}")
     parsed = []
@@ -138,17 +138,17 @@ def check_form(proofs: Sequence[bytes], tokens: int, hidden: int, k: int = PROOF
 def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> Polynomial:
     """Modulus and coefficients, ascending, of one proof over `chunk_values` = positions × hidden values."""
     terms = min(k, chunk_values)
-    # SPEC 10: a proof is 2 + 2k bytes, k = min(128, values).
+    # SPEC 10.5.3: a proof is 2 + 2k bytes, k = min(128, values).
     if len(data) != 2 + 2 * terms:
         raise ProofError(f"{len(data)} bytes, not {2 + 2 * terms}")
     modulus = int.from_bytes(data[:2], "big")
-    # SPEC 10: 2^15 < modulus ≤ 65497, and 65497 where every index is below it.
+    # SPEC 10.5.3: 2^15 < modulus ≤ 65497, and 65497 where every index is below it.
     if not PROOF_MIN_MODULUS_EXCLUSIVE < modulus <= PROOF_FIELD:
         raise ProofError(f"modulus {modulus} is not in ({PROOF_MIN_MODULUS_EXCLUSIVE}, {PROOF_FIELD}]")
     if chunk_values <= PROOF_FIELD and modulus != PROOF_FIELD:
         raise ProofError(f"modulus {modulus} is not the largest that keeps {chunk_values} indices apart")
     coefficients = np.frombuffer(data, dtype=">u2", offset=2).astype(np.int64)
-    # SPEC 10: every coefficient is below 65497.
+    # SPEC 10.5.3: every coefficient is below 65497.
     if int(coefficients.max()) >= PROOF_FIELD:
         raise ProofError(f"coefficient {int(coefficients.argmax())} is not below {PROOF_FIELD}")
     reason = _degenerate(coefficients)
@@ -159,7 +159,7 @@ def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> Polynom
 
 def _degenerate(coefficients: NDArray[np.int64]) -> str | None:
     """Why these cannot be an honest polynomial's coefficients, which are as good as random in the field."""
-    # SPEC 10: not zero, not constant, and at most one coefficient in eight is zero.
+    # SPEC 10.5.3: not zero, not constant, and at most one coefficient in eight is zero.
     zeros = len(coefficients) - int(np.count_nonzero(coefficients))
     if zeros == len(coefficients):
         return "the polynomial is zero"
@@ -232,7 +232,7 @@ def _top_indices(values: Bits, k: int) -> NDArray[np.int64]:
     candidates = np.flatnonzero(magnitude >= _floor(magnitude, k)[:, None])
     first = np.searchsorted(candidates, np.arange(chunks) * size)
     chunk = np.repeat(np.arange(chunks), np.diff(first, append=len(candidates)))
-    # SPEC 10: the largest first, ties to the lower index. One sort orders (chunk, −magnitude, index).
+    # SPEC 10.5.2: the largest first, ties to the lower index. One sort orders (chunk, −magnitude, index).
     below = 0x7FFF - magnitude.reshape(-1)[candidates].astype(np.int64)
     ranked = np.sort((chunk * 2**15 + below) * size + (candidates - chunk * size))
     return np.sort(ranked[first[:, None] + np.arange(k)] % size, axis=1)
@@ -251,7 +251,7 @@ def _floor(magnitude: Bits, k: int) -> Bits:
 
 
 def _modulus(indices: NDArray[np.int64]) -> int:
-    # SPEC 10: the largest modulus ≤ 65497 under which the indices stay distinct.
+    # SPEC 10.5.2: the largest modulus ≤ 65497 under which the indices stay distinct.
     for modulus in range(PROOF_FIELD, PROOF_MIN_MODULUS_EXCLUSIVE, -1):
         if len(np.unique(indices % modulus)) == len(indices):
             return modulus
