@@ -82,6 +82,13 @@ def _guess(params: str) -> Environment:
     return Guess()
 
 
+def _letters(params: str) -> Environment:
+    from protocol.environments.letters import Letters
+
+    _refuse_params("letters@1", params)
+    return Letters()
+
+
 def _refuse_params(name: str, params: str) -> None:
     if params:
         raise UsageError(f"environment {name} takes no parameters; leave them out instead of {params!r}")
@@ -115,6 +122,7 @@ BUILT_IN: Final[Mapping[str, Factory]] = MappingProxyType(
     {
         "tools8@1": _tools8,
         "guess@1": _guess,
+        "letters@1": _letters,
         **{name: _reasoning_gym(name) for name in REASONING_GYM},
     }
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.environments import guess, tools
+from protocol.environments import guess, letters, tools
 from protocol.environments.base import GuardedEnvironment, Message, available, load
 from protocol.environments.rollout import (
     has_room,
@@ -28,6 +28,7 @@ EMBEDDED = Path(__file__).parents[2] / "trainer" / "embedded"
 TURN, EPISODE = 14, 64  # tokens
 # What the specification in each module's docstring gives, computed apart from the code.
 KNOWN_TOOLS8 = [("mul", 19, 20), ("add", 13, 26), ("sub", 23, 12)]
+KNOWN_LETTERS = "cwswdcat"
 KNOWN_GUESS = [1, 14, 8, 16, 16, 4]
 
 
@@ -48,7 +49,7 @@ def test_every_built_in_name_is_listed() -> None:
     assert {"tools8@1", "guess@1", "reasoning_gym:chain_sum@1"} <= set(available())
 
 
-@pytest.mark.parametrize("name", ["tools8@1", "guess@1"])
+@pytest.mark.parametrize("name", ["tools8@1", "guess@1", "letters@1"])
 def test_an_environment_without_parameters_refuses_some(name: str) -> None:
     with pytest.raises(UsageError, match="takes no parameters"):
         load(name, "hard")
@@ -271,6 +272,34 @@ def test_guess_hints_until_the_number_is_found() -> None:
 )
 def test_guess_pays_for_what_the_hints_ruled_out(replies: tuple[str, ...], reward: float) -> None:
     assert load("guess@1").reward(first_index_of(7), replies) == reward
+
+
+# --- letters@1 ---
+
+
+def test_letters_are_derived_as_specified() -> None:
+    assert "".join(letters.letter(index) for index in range(8)) == KNOWN_LETTERS
+    assert {letters.letter(index) for index in range(400)} == set(letters.LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        ("Silent snakes slowly swim south.", 1.0),
+        ("Silent snakes slowly swim south, Sam said so soon.", 1.0),
+        ("silent SILENT Silent silent silent", 0.2),
+        ("Silent snakes slowly swim", 0.8),
+        ("s s s s s", 0.0),
+        ("Every snake swims.", 0.4),
+        ("\u017filent \u212aite", 0.0),
+        ("sa sb sc sd se sf sg sh si sj sk sl sm", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_letters_pays_for_different_words_with_the_letter(reply: str, reward: float) -> None:
+    index = next(index for index in itertools.count() if letters.letter(index) == "s")
+    assert "letter S." in load("letters@1").prompt(index)[0].content
+    assert load("letters@1").reward(index, (reply,)) == reward
 
 
 # --- episodes over token ids ---
