@@ -236,11 +236,11 @@ class Session:
             return Kind.ERROR, encode_error(fault)
 
     def _take_answer(self, kind: Kind, number: int, body: bytes) -> None:
-        pending = self._pending.pop(number, None)
-        if pending is None:
+        if number not in self._pending:
             raise RemoteError(Code.UNEXPECTED_MESSAGE, f"an answer to request {number}, which was not asked")
+        outcome = body if kind is Kind.REPLY else decode_error(body)
         self._slots.release()
-        pending.settle(body if kind is Kind.REPLY else decode_error(body))
+        self._pending.pop(number).settle(outcome)
 
     async def _handle_notices(self, queued: trio.MemoryReceiveChannel[bytes], on_notice: OnNotice) -> None:
         async with queued:
