@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     device = join.add_mutually_exclusive_group()
     device.add_argument("--gpu", type=int, metavar="N", help="use CUDA device N")
     device.add_argument("--cpu", action="store_true", help="use the processor (the default)")
-    join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 16, on a GPU 64)")
+    join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 32, on a GPU 128)")
     join.add_argument("--threads", type=int, metavar="N", help="of the engine on a processor (default: all)")
     join.add_argument("--disk", type=float, metavar="GIB", help="most the home folder may hold (default: no limit)")
 
@@ -135,7 +135,7 @@ def _join(options: argparse.Namespace) -> int:
         address=address,
         home=home,
         device=f"cuda:{options.gpu}" if on_gpu else "cpu",
-        slots=options.slots if options.slots is not None else 64 if on_gpu else 16,
+        slots=options.slots if options.slots is not None else 128 if on_gpu else 32,
         threads=options.threads if options.threads is not None else default_threads(),
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
     )

@@ -37,7 +37,7 @@ class NodeConfig:
     # --- engine ---
     engine: str = "transformers"  # the one that runs on every machine
     device: str = "cpu"  # "cpu" or "cuda:N"; a GPU is asked for by name, never taken unasked
-    slots: int = 16  # completions decoded together; a batch of 16 gives most of a CPU's rate
+    slots: int = 32  # completions decoded together; a CPU gains up to about so many, memory permitting
     threads: int = field(default_factory=default_threads)  # of the engine, on a CPU
     prefetch: float = 0.5  # leases held beyond the busy slots, as a share of them: hides a round trip,
     # and no more, because a lease that waits here is a draw that grows stale

@@ -80,7 +80,7 @@ class SlotCache(Cache):
             columns = -(-(columns + columns // 4) // _BLOCK) * _BLOCK
         else:
             columns = held_columns
-        size = (max(slots, held_slots), columns)
+        size = (held_slots if slots <= held_slots else max(slots, held_slots * 3 // 2), columns)
         keep = (slice(min(held_slots, size[0])), slice(min(held_columns, size[1])))
         for store in (self._keys, self._values):
             for layer, old in enumerate(store):

@@ -8,6 +8,7 @@ beyond floating-point noise. Not here: which tokens the noise picks (verify/samp
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,11 @@ class TransformersEngine:
         if request.key in self._open:
             raise EngineError(f"sequence {request.key!r} is open already")
         _check_ids("the prompt", request.prompt, model)
+        if not 0 < request.temperature < math.inf or not 0 <= request.seed < 2**64:
+            raise EngineError(
+                f"temperature {request.temperature} or seed {request.seed} cannot be sampled with: a positive number "
+                "and an unsigned 64-bit one are needed"
+            )
         start = len(request.prompt)
         self._check_room(start, request.max_new_tokens)
         sequence = _Sequence(
@@ -274,8 +280,8 @@ class TransformersEngine:
             row_of, leaders = list(range(len(part))), list(part)
         ids, columns, last = _right_padded(leaders, self._device)
         width = int(columns[:, -1].max()) + 1
-        self._cache.fit(len(self._seats), max(width, self._longest()))
-        seat = {id(seated): index for index, seated in enumerate(self._seats)}
+        seat = {id(seated): index for index, seated in enumerate(self._seats) if seated}
+        self._cache.fit(max(seat.values()) + 1, max(width, self._longest()))
         slots = torch.tensor([seat[id(leader)] for leader in leaders], device=self._device)
         self._cache.aim(slots, columns, width, fresh=fresh)
         mask = None if fresh else model.causal_mask(columns, width)
@@ -345,7 +351,7 @@ class TransformersEngine:
     # --- refusals ---
 
     def _ready(self) -> PolicyModel:
-        if self._model is None:
+        if self._model is None or self.loaded_root is None:
             raise EngineError("the engine holds no policy: load one first")
         return self._model
 
@@ -452,10 +458,25 @@ def _check_ids(what: str, ids: tuple[int, ...], model: PolicyModel) -> None:
 _SAME: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-@torch.inference_mode()
 def check_cached_decoding(model: PolicyModel) -> None:
     """EngineError unless prefill, extension and decoding of two rows of unequal length give the hidden states of
     a plain forward pass: an architecture whose cache works in another way is refused before it lies."""
+    try:
+        error = _cached_decoding_error(model)
+    except EngineError:
+        raise
+    except Exception as failure:  # whatever a model does with a cache that is not of its kind
+        raise EngineError(f"this engine cannot decode this model ({failure!r}): use vLLM for this policy") from failure
+    if not error < _SAME[model.dtype]:
+        raise EngineError(
+            f"cached decoding of this model differs from a plain forward pass by {error:.1%}: this engine does "
+            "not know how its cache works; use vLLM for this policy"
+        )
+
+
+@torch.inference_mode()
+def _cached_decoding_error(model: PolicyModel) -> float:
+    """Relative error of the hidden states."""
     device = model.device
     whole = torch.arange(1, 25, device=device).view(2, 12) * 7 % model.vocabulary
     cache = SlotCache()
@@ -476,9 +497,4 @@ def check_cached_decoding(model: PolicyModel) -> None:
         raise EngineError("this model keeps no keys and values that can be batched: use vLLM for this policy")
     plain, _ = model.run(whole, None)
     wanted = plain[torch.tensor([2, 16, 6, 20, 7, 21], device=device)]
-    error = float((torch.cat(found) - wanted).float().norm() / wanted.float().norm())
-    if not error < _SAME[model.dtype]:
-        raise EngineError(
-            f"cached decoding of this model differs from a plain forward pass by {error:.1%}: this engine does "
-            "not know how its cache works; use vLLM for this policy"
-        )
+    return float((torch.cat(found) - wanted).float().norm() / wanted.float().norm())
