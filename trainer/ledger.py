@@ -63,8 +63,11 @@ CREATE TABLE submissions (
     mu BLOB                             -- float32 logprobs of the audit, one a generated token
 );
 CREATE INDEX submissions_by_state ON submissions(state, policy_version, sequence);
+CREATE INDEX submissions_in_state ON submissions(state);
 CREATE INDEX submissions_by_group ON submissions(group_id, slot);
 CREATE INDEX submissions_by_node ON submissions(node, state);
+CREATE INDEX submissions_by_time ON submissions(received_ms, tokens);
+CREATE INDEX submissions_with_trace ON submissions(state, group_id) WHERE trace IS NOT NULL;
 CREATE TABLE verdicts (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, digest BLOB NOT NULL,
     outcome TEXT NOT NULL, reason TEXT, audited INTEGER NOT NULL, judged_ms INTEGER NOT NULL,
@@ -72,6 +75,8 @@ CREATE TABLE verdicts (
 );
 CREATE INDEX verdicts_by_node ON verdicts(node, sequence);
 CREATE INDEX verdicts_by_digest ON verdicts(digest);
+CREATE INDEX verdicts_by_outcome ON verdicts(outcome, reason, audited);
+CREATE INDEX audits_by_node ON verdicts(node, sequence, outcome) WHERE audited;
 CREATE TABLE nodes (
     node BLOB PRIMARY KEY, first_seen_ms INTEGER NOT NULL, last_seen_ms INTEGER NOT NULL,
     software TEXT NOT NULL, engine TEXT NOT NULL, connected INTEGER NOT NULL DEFAULT 0,
@@ -435,7 +440,8 @@ class Ledger:
     def refused_answers(self) -> list[tuple[bytes, int, bytes]]:
         """(group, slot, node) of every refused submission of an open group."""
         return self._db.execute(
-            "SELECT s.group_id, s.slot, s.node FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            # INDEXED BY, here and below: few groups are open, while accepted and refused traces grow with the run.
+            "SELECT s.group_id, s.slot, s.node FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ?",
             (GroupState.OPEN, SubmissionState.REFUSED),
         ).fetchall()
@@ -794,7 +800,8 @@ class Ledger:
     def complete_groups(self) -> list[GroupOutcome]:
         """What the complete groups earned, oldest first (by policy version, then age)."""
         rows = self._db.execute(
-            "SELECT g.group_id, g.policy_version, s.reward FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            "SELECT g.group_id, g.policy_version, s.reward "
+            "FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? ORDER BY g.policy_version, g.created_ms, g.group_id, s.slot",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         )
@@ -805,7 +812,7 @@ class Ledger:
         """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
         for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
         count: int = self._db.execute(
-            "SELECT COUNT(*) FROM (SELECT 1 FROM groups g JOIN submissions s ON s.group_id = g.group_id "
+            "SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? GROUP BY g.group_id HAVING MIN(s.reward) < MAX(s.reward))",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         ).fetchone()[0]
@@ -854,12 +861,12 @@ class Ledger:
         """Forget the bodies of traces no longer needed beyond the newest `keep`; how many."""
         with self.write():
             return self._db.execute(
-                "UPDATE submissions SET trace = NULL, mu = NULL WHERE trace IS NOT NULL AND sequence <= "
-                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?) AND group_id IN "
+                "UPDATE submissions INDEXED BY submissions_with_trace SET trace = NULL, mu = NULL WHERE trace IS NOT NULL AND sequence <= "
+                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?) AND group_id NOT IN "
                 "(SELECT group_id FROM groups WHERE state IN (?, ?))",
                 (
                     keep, SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED,
-                    GroupState.TAKEN, GroupState.DROPPED,
+                    GroupState.OPEN, GroupState.COMPLETE,
                 ),
             ).rowcount  # fmt: skip
 
