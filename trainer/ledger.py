@@ -280,6 +280,10 @@ _SUBMISSION_COLUMNS = (
 )
 
 
+# Groups first: few are open or complete, while accepted and refused submissions grow with the run.
+_OF_GROUP = "submissions s INDEXED BY submissions_by_group"
+
+
 def _submission(row: Any) -> SubmissionRow:
     fields = dict(zip(SubmissionRow.__slots__, row, strict=True))
     return SubmissionRow(**{**fields, "state": SubmissionState(fields["state"])})
@@ -440,8 +444,7 @@ class Ledger:
     def refused_answers(self) -> list[tuple[bytes, int, bytes]]:
         """(group, slot, node) of every refused submission of an open group."""
         return self._db.execute(
-            # INDEXED BY, here and below: few groups are open, while accepted and refused traces grow with the run.
-            "SELECT s.group_id, s.slot, s.node FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
+            f"SELECT s.group_id, s.slot, s.node FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ?",
             (GroupState.OPEN, SubmissionState.REFUSED),
         ).fetchall()
@@ -801,7 +804,7 @@ class Ledger:
         """What the complete groups earned, oldest first (by policy version, then age)."""
         rows = self._db.execute(
             "SELECT g.group_id, g.policy_version, s.reward "
-            "FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
+            f"FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? ORDER BY g.policy_version, g.created_ms, g.group_id, s.slot",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         )
@@ -812,7 +815,7 @@ class Ledger:
         """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
         for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
         count: int = self._db.execute(
-            "SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
+            f"SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? GROUP BY g.group_id HAVING MIN(s.reward) < MAX(s.reward))",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         ).fetchone()[0]
@@ -861,7 +864,8 @@ class Ledger:
         """Forget the bodies of traces no longer needed beyond the newest `keep`; how many."""
         with self.write():
             return self._db.execute(
-                "UPDATE submissions INDEXED BY submissions_with_trace SET trace = NULL, mu = NULL WHERE trace IS NOT NULL AND sequence <= "
+                "UPDATE submissions INDEXED BY submissions_with_trace SET trace = NULL, mu = NULL "
+                "WHERE trace IS NOT NULL AND sequence <= "
                 "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?) AND group_id NOT IN "
                 "(SELECT group_id FROM groups WHERE state IN (?, ?))",
                 (
