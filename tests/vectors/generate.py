@@ -1472,7 +1472,43 @@ def tasks() -> dict[str, Any]:
         comment = "a call" if shown not in ("error", None) else "no call" if shown is None else "not a call"
         section.good("step", name, comment, environment="tools8@1", index=0, replies=[reply], value=shown)
     _guesses(section)
+    _letters(section)
     return section.content()
+
+
+def asked_letter(index: int) -> str:
+    return "abcdfghlmnprstw"[task_words(b"letters@1", index)[0] % 15]
+
+
+def _letters(section: Section) -> None:
+    for index in (0, 1, 41, 2**64 - 1):
+        asked = asked_letter(index)
+        text = f"Write one sentence of six words. Every word must begin with the letter {asked.upper()}."
+        task = {"environment": "letters@1", "index": index}
+        section.good(
+            "prompt", f"letters_prompt_{index}", "the question", **task, value=[{"role": "user", "content": text}]
+        )
+        section.good("step", f"letters_step_{index}", "one turn", **task, replies=["x"], value=None)
+        one, two = asked + "a", asked.upper() + "b"
+        for name, reply, right, words in (
+            ("six", f"{one} {two} {one}c {one}d {one}e {one}f.", 6, 6),
+            ("two", f"{one}, {two}!", 2, 5),
+            ("repeated", f"{one} {one.upper()} {two}", 2, 5),
+            ("single_letters", " ".join(asked * 6), 0, 6),
+            ("apostrophe", f"{one}'{one}z 9{two}", 3, 5),
+            ("twelve", " ".join(asked + chr(97 + i) * 2 for i in range(12)), 12, 12),
+            ("thirteen", " ".join(asked + chr(97 + i) * 2 for i in range(13)), 0, 13),
+            ("not_ascii", f"\u0130{one} {two}\u00e9{one}c", 3, 5),
+            ("none", "", 0, 5),
+        ):
+            section.good(
+                "reward",
+                f"letters_{name}_{index}",
+                "words that begin with it",
+                **task,
+                replies=[reply],
+                value=right / words,
+            )
 
 
 def _tools8_rewards(section: Section, index: int, right: str) -> None:

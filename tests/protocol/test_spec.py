@@ -1,0 +1,216 @@
+"""SPEC.md and the code say the same: field tables, messages, registries, examples, thresholds, cited tests.
+
+The limits table has test_limits.py. Not here: whether prose is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from protocol import codec, envelope, identity, lease, messages, policy, run, trace, verdict
+from protocol.errors import Code
+from verify import check, thresholds
+
+ROOT = Path(__file__).parent.parent.parent
+SPEC = (ROOT / "SPEC.md").read_text()
+VECTORS = ROOT / "tests" / "vectors"
+OBJECTS = {
+    name: cls
+    for module in (envelope, lease, messages, policy, run, trace, verdict)
+    for name, cls in vars(module).items()
+    if dataclasses.is_dataclass(cls) and cls not in (policy.TensorPlace, run.RunAddress)
+}
+
+
+def chapter(title: str) -> str:
+    """From a heading to the next of its level or above."""
+    found = re.search(rf"^(#+) {re.escape(title)}.*?$(.*?)(?=^#{{1,3}} |\Z)", SPEC, re.M | re.S)
+    assert found, title
+    return found[2]
+
+
+def rows(text: str, columns: int) -> list[list[str]]:
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [row for row in cells if len(row) == columns and "---" not in row[0]]
+
+
+def field_table(name: str) -> list[list[str]]:
+    found = re.search(rf"^\*\*{name}\*\*\n\n((?:\|.*\n)+)", SPEC, re.M)
+    assert found, f"SPEC has no table of {name}"
+    return rows(found[1], 4)[1:]
+
+
+def written(kind: codec.Kind) -> tuple[str, str, list[str]]:
+    """Type, presence, and the figures its constraint must name."""
+    match kind:
+        case codec.Maybe():
+            return written(kind.inner)[0], "nil allowed", written(kind.inner)[2]
+        case codec.UInt():
+            return "`uint`", "required", [] if kind.most == 2**64 - 1 else [_number(kind.most)]
+        case codec.Real():
+            return "`real`", "required", []
+        case codec.Flag():
+            return "`flag`", "required", []
+        case codec.Bytes():
+            return "`bytes`", "required", [_number(n) for n in (kind.least, kind.most) if n is not None]
+        case codec.Text():
+            return "`text`", "required", [_number(kind.most)]
+        case codec.Choice():
+            return "`word`", "required", []
+        case codec.Many():
+            inner = written(kind.inner)
+            return f"list of {inner[0]}", "required", [_number(kind.most), *inner[2]]
+        case codec.Object():
+            return f"`{kind.cls.__name__}`", "required", []
+        case codec.Tokens():
+            return "`tokens`", "required", [_number(kind.most)]
+        case codec.Floats():
+            return "`floats`", "required", [_number(kind.most)]
+    raise TypeError(kind)
+
+
+def _number(value: int) -> str:
+    return "2^32 − 1" if value == 2**32 - 1 else f"{value:,}"
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTS))
+def test_a_field_table_is_the_code_s(name: str) -> None:
+    fields = codec.fields_of(OBJECTS[name])
+    if not fields:
+        assert f"**{name}** has no fields" in SPEC
+        return
+    table = field_table(name)
+
+    assert [row[0].strip("`") for row in table] == [key for key, _ in fields]
+    for (key, kind), (_, type_, presence, constraint) in zip(fields, table, strict=True):
+        wanted = written(kind)
+        assert (type_, presence) == wanted[:2], key
+        assert all(figure in constraint for figure in wanted[2]), (key, constraint)
+
+
+def test_the_message_table_is_the_code_s() -> None:
+    table = [row for row in rows(chapter("9.3 Messages"), 5) if row[0].isdigit()]
+
+    assert {int(row[0]): row[1].strip("`") for row in table} == {
+        number: cls.__name__ for number, cls in messages.MESSAGES.items()
+    }
+    for protocol in (messages.SESSION_PROTOCOL, messages.BLOB_PROTOCOL):
+        assert f"`{protocol}`" in chapter("9.1 Transport")
+
+
+def test_the_domains_are_the_code_s() -> None:
+    table = rows(chapter("6.3 Signatures"), 3)[1:]
+    signed = {name: cls.DOMAIN for name, cls in OBJECTS.items() if hasattr(cls, "DOMAIN")}
+
+    assert {name: domain.strip("`").encode() for name, domain, _ in table} == signed
+    assert set(signed.values()) == {value for name, value in vars(identity).items() if name.startswith("DOMAIN_")}
+
+
+def test_the_registry_of_codes_is_the_code_s() -> None:
+    assert [row[0].strip("`") for row in rows(chapter("11.1 Error codes"), 4)[1:]] == list(Code)
+
+
+def test_the_registry_of_reasons_is_the_code_s() -> None:
+    table = rows(chapter("11.2 Reasons"), 3)[1:]
+    not_judged = {row[0].strip("`") for row in table if row[1].startswith("not judged")}
+
+    assert [row[0].strip("`") for row in table] == list(verdict.Reason)
+    assert not_judged == verdict.NOT_JUDGED_REASONS
+
+
+def test_the_order_of_checks_is_the_code_s() -> None:
+    named = [row[1].strip("`") for row in rows(chapter("10.1 Order of checks"), 4)[1:]]
+
+    assert list(dict.fromkeys(named)) == [*check.CHEAP, *check.DEAR]
+
+
+def test_the_limits_of_evidence_are_the_code_s() -> None:
+    table = {row[0].strip("`"): row[1:3] for row in rows(chapter("10.6 Limits of evidence"), 4)[1:]}
+    for place, dtype in enumerate(("float32", "bfloat16")):
+        held = dataclasses.asdict(thresholds.limits_for(dtype, dtype))
+        assert {name: float(cells[place]) for name, cells in table.items()} == held, dtype
+
+
+def entry(reference: str) -> dict[str, object]:
+    file, name = reference.split("#")
+    content = json.loads((VECTORS / file).read_text())
+    return next(each for side in ("valid", "invalid") for each in content[side] if each["name"] == name)
+
+
+def test_every_example_in_hex_is_a_vector() -> None:
+    blocks = re.findall(r"^```hex (\S+)\n(.*?)^```$", SPEC, re.M | re.S)
+
+    assert len(blocks) >= 6
+    for reference, text in blocks:
+        assert text.replace("\n", "") == entry(reference)["bytes"], reference
+
+
+def test_the_values_of_the_example_exchange_are_the_vectors() -> None:
+    text = SPEC.split("\n## 2 ")[1].split("\n## 3 ")[0]
+
+    for reference in ("genesis.json#run_id", "policy.json#policy"):
+        assert str(entry(reference)["value"]) in text
+    assert str(entry("address.json#ip4")["text"]) in text
+    value = entry("lease.json#lease")["value"]
+    assert isinstance(value, dict)
+    for slot in value["slots"]:
+        assert str(slot["seed"]) in text
+
+
+def test_the_index_lists_every_vector_file() -> None:
+    listed = {row[0].strip("`") for row in rows(SPEC.split("\n## 15 ")[1].split("\n## A ")[0], 3)[1:]}
+
+    assert listed == {path.name for path in VECTORS.glob("*.json")}
+
+
+def test_every_vector_and_test_that_the_spec_cites_exists() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    functions = set(re.findall(r"def (test_\w+)", tests))
+    cited_tests = set(re.findall(r"`(test_\w+)`", SPEC))
+    cited_vectors = set(re.findall(r"`(\w+\.json#\w+)`", SPEC))
+
+    assert len(cited_tests) >= 30 and len(cited_vectors) >= 20
+    assert cited_tests - functions == set()
+    for reference in cited_vectors:
+        assert entry(reference), reference
+
+
+def test_every_attack_has_a_defence_a_section_and_something_that_shows_it() -> None:
+    table = rows(SPEC.split("\n## 13 ")[1].split("\n## 14 ")[0], 4)[1:]
+
+    assert len(table) >= 30
+    assert all(all(row) for row in table)
+
+
+def test_section_numbers_that_the_code_cites_exist() -> None:
+    headings = set(re.findall(r"^#{2,4} ([0-9]+(?:\.[0-9]+)*) ", SPEC, re.M))
+    cited = set()
+    for folder in ("protocol", "verify", "node", "trainer"):
+        for path in (ROOT / folder).rglob("*.py"):
+            cited |= set(re.findall(r"SPEC ([0-9]+(?:\.[0-9]+)*)", path.read_text()))
+
+    assert cited - headings == set()
+
+
+def test_sections_that_the_spec_refers_to_exist() -> None:
+    headings = set(re.findall(r"^#{2,4} ([0-9]+(?:\.[0-9]+)*) ", SPEC, re.M))
+    referred = set(re.findall(r"\((\d+(?:\.\d+)+)\)", SPEC)) | set(re.findall(r"\((\d+(?:\.\d+)+) step", SPEC))
+
+    assert referred - headings == set()
+
+
+def test_links_within_the_spec_lead_somewhere() -> None:
+    headings = re.findall(r"^#+ (.+)$", SPEC, re.M)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    assert set(re.findall(r"\]\(#([^)]+)\)", SPEC)) - anchors == set()
+
+
+def test_the_words_of_a_requirement_are_in_capitals_where_they_bind() -> None:
+    for word in ("must not", "MUSTN'T", "shall"):
+        assert not re.search(rf"\b{word}\b", SPEC), word
