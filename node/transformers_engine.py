@@ -263,13 +263,15 @@ class TransformersEngine:
     def _prefill(self, waiting: Sequence[_Sequence]) -> tuple[TurnDone, ...]:
         done: list[TurnDone] = []
         budget = _PREFILL_TOKENS[self._device.type]
-        for fresh in (True, False):
-            rows = [sequence for sequence in waiting if (sequence.cached == 0) is fresh]
-            for part in _parts_within(budget, rows):
-                done.extend(self._prefill_part(part, fresh))
+        newcomers = [sequence for sequence in waiting if not sequence.cached]
+        answered = [sequence for sequence in waiting if sequence.cached]
+        for part in _parts_within(budget, newcomers):
+            done.extend(self._prefill_part(part, fresh=True))
+        for part in _parts_within(budget, answered):
+            done.extend(self._prefill_part(part, fresh=False))
         return tuple(done)
 
-    def _prefill_part(self, part: Sequence[_Sequence], fresh: bool) -> tuple[TurnDone, ...]:
+    def _prefill_part(self, part: Sequence[_Sequence], *, fresh: bool) -> tuple[TurnDone, ...]:
         """All `fresh` (no past) or none. Sequences of a group share their prompt: it is computed once."""
         model = self._ready()
         leader_of: dict[tuple[int, ...], int] = {}
