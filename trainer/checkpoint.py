@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -98,7 +99,7 @@ def commit(
         reached("policy renamed")
         _make_real(making_step)
         reached("step renamed")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(f"policy {row.version} could not be written: {error}") from error
     ledger.record_step(row, record.root, taken)
     reached("recorded")
@@ -154,5 +155,5 @@ def load_state(folder: RunFolder, version: int) -> dict[str, Tensor]:
     path = folder.step(version) / "state.safetensors"
     try:
         return load_file(path)
-    except Exception as error:  # safetensors raises its own kinds besides OSError
+    except (OSError, SafetensorError) as error:
         raise LocalError(f"{path} cannot be read ({error}): restore it from a backup") from error

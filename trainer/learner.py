@@ -131,6 +131,7 @@ class Learner:
         norm = self.masters.step()
         if not math.isfinite(norm):
             raise StepRefused("the gradient is not finite", choice.informative)
+        self._reached("learned")
         staleness = [completion.staleness for completion in completions]
         row = StepRow(
             version=self.version + 1,

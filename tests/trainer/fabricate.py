@@ -7,6 +7,7 @@ Not here: a node or a gateway; nothing travels.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot
 from protocol.run import EnvironmentShare
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
 from trainer.ledger import GroupRow, Ledger, NewSubmission, SubmissionState
-from trainer.rundir import Run, load_run_identity
+from trainer.rundir import Run, load_run_identity, open_run
 from verify.model import PolicyModel
 from verify.sampling import sample
 from verify.toploc import build_many
@@ -40,11 +41,17 @@ ENGINE = EngineDescriptor("reference", "1", "float32", "cpu", "reference")
 NOW = 1_700_000_000_000
 
 
-def make_run(path: Path, **settings: Any) -> tuple[Run, Ledger]:
-    """A new run of the embedded policy on tools8@1."""
+def make_run(path: Path, template: Path | None = None, **settings: Any) -> tuple[Run, Ledger]:
+    """A new run of the embedded policy on tools8@1. Copied from `template`, a run made before, where given: a
+    fresh one spends most of a second on its audit chain."""
     config = TrainerConfig(max_turn_tokens=14, max_tokens=MAX_TOKENS, **settings)
-    shares = (EnvironmentShare(ENVIRONMENT, "", 1),)
-    run = init_run(path, name="test", policy="embedded", environments=shares, config=config)
+    if template is None:
+        shares = (EnvironmentShare(ENVIRONMENT, "", 1),)
+        run = init_run(path, name="test", policy="embedded", environments=shares, config=config)
+    else:
+        shutil.copytree(template, path)
+        write_config(config, path / "config.toml")
+        run = open_run(path)
     return run, Ledger(run.folder.ledger)
 
 
@@ -206,7 +213,7 @@ class Gateway:
         )
 
     def trace(self, lease: Lease, slot: int, episode: Episode, **changes: Any) -> Trace:
-        proofs = build_many([torch.stack(episode.hidden)])[0]
+        proofs = build_many([torch.stack(episode.hidden)])[0] if "proofs" not in changes else ()
         fields: dict[str, Any] = dict(
             run=self.run.run,
             lease_id=lease.lease_id,
@@ -226,10 +233,13 @@ class Gateway:
         return Trace(**(fields | changes))
 
     def submit(
-        self, drawn: Sequence[tuple[GroupRow, list[Episode]]], changes: dict[int, dict[str, Any]] | None = None
+        self,
+        drawn: Sequence[tuple[GroupRow, list[Episode]]],
+        changes: dict[int, dict[str, Any]] | None = None,
+        **everywhere: Any,
     ) -> list[bytes]:
         """Leases, submissions and receipts of drawn groups, waiting for audit; their digests. `changes`: fields
-        of the trace of a slot (counted over all of them) that are not what was drawn."""
+        of the trace of a slot (counted over all of them) that are not what was drawn; `everywhere`: of all."""
         digests = []
         with self.ledger.write():
             for group, episodes in drawn:
@@ -239,7 +249,7 @@ class Gateway:
                 slots = range(group.size)
                 self.ledger.add_lease(lease.lease_id, self.node.node, group.group_id, slots, signed, lease.deadline_ms)
                 for slot, episode in enumerate(episodes):
-                    trace = self.trace(lease, slot, episode, **(changes or {}).get(len(digests), {}))
+                    trace = self.trace(lease, slot, episode, **everywhere, **(changes or {}).get(len(digests), {}))
                     digests.append(self._receive(group, lease, slot, trace, float(episode.reward or 0.0)))
         return digests
 
@@ -281,7 +291,7 @@ class Gateway:
     def admit(self, groups: int, version: int) -> float:
         """Draw, submit and accept groups without an audit; their mean reward."""
         drawn = self.draw(groups, version)
-        self.accept(self.submit(drawn))
+        self.accept(self.submit(drawn, proofs=()))  # the learner never sees a proof
         rewards = [episode.reward or 0.0 for _, episodes in drawn for episode in episodes]
         return sum(rewards) / len(rewards)
 

@@ -31,9 +31,16 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run, ledger = make_run(tmp_path_factory.mktemp("template") / "run")
+    ledger.close()
+    return run.folder.path
+
+
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[Run, Ledger, Gateway]:
-    run, ledger = make_run(tmp_path / "run", group_size=4)
+def made(tmp_path: Path, template: Path) -> tuple[Run, Ledger, Gateway]:
+    run, ledger = make_run(tmp_path / "run", template, group_size=4)
     return run, ledger, Gateway(run, ledger)
 
 
@@ -197,7 +204,8 @@ def test_the_process_answers_audits_and_ends_with_its_parent(made: tuple[Run, Le
     run, ledger, gateway = made
     gateway.submit(gateway.draw(2, 0))
     command = [sys.executable, "-m", "trainer.audit", str(run.folder.path), "--name", "auditor-0"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(audit.__file__).parents[1])
+    root = Path(audit.__file__).parents[1]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=root)
     try:
         counter = audit.Changes(ledger)
         while ledger.waiting_audits():
