@@ -198,9 +198,7 @@ def test_a_process_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_a_process_that_died_is_replaced_by_the_next_call(tmp_path: Path) -> None:
-    once = sandbox(
-        tmp_path, "if request == {'die': 1}: os._exit(1)\nprint('{\"ok\": 2}', flush=True)\ntime.sleep(60)"
-    )
+    once = sandbox(tmp_path, "if request == {'die': 1}: os._exit(1)\nprint('{\"ok\": 2}', flush=True)\ntime.sleep(60)")
     with pytest.raises(EnvironmentFault):
         once.call({"die": 1})
     assert once.call({"die": 0}) == 2
