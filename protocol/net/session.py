@@ -278,7 +278,8 @@ def encode_error(error: RemoteError) -> bytes:
 def decode_error(body: bytes) -> Refused:
     """The peer's error. Raises DecodeError when the body is not one canonical error."""
     try:
-        value = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        # Without a limit, nested list headers make the parser set aside much for little (codec.unpack).
+        value = msgpack.unpackb(body, raw=False, strict_map_key=True, max_array_len=0)
     except (ValueError, msgpack.UnpackException):
         value = None
     if not (isinstance(value, dict) and list(value) == ["code", "message"]):

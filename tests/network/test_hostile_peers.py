@@ -40,7 +40,7 @@ from network_attackers import (
 from network_worlds import BOOM, ECHO, SINK, STATISTICS, Victim, ask
 
 from protocol import identity
-from protocol.errors import ConnectionLost, Unreachable, UsageError
+from protocol.errors import ConnectionLost, DeadlineExceeded, Unreachable, UsageError
 from protocol.identity import Identity
 from protocol.net import hardening, multistream, p2p
 from protocol.net.base import HostLimits
@@ -408,6 +408,35 @@ async def test_two_hundred_nodes_that_dial_at_once_are_all_served() -> None:
             for _ in range(nodes):
                 nursery.start_soon(node, Victim(0, server.addresses[0]))
     assert served == nodes
+
+
+async def test_a_frozen_peer_is_given_up_and_found_again_when_it_thaws(victim: Victim) -> None:
+    """Its machine goes on taking bytes; only a deadline tells."""
+    process = psutil.Process(victim.pid)
+    async with p2p.open_host(Identity.generate()) as client:
+        stream = await client.open(victim.address, ECHO, seconds=5)
+        process.suspend()
+        try:
+            with pytest.raises(DeadlineExceeded):
+                await stream.send(b"hello?", seconds=1, what="asking")
+                await stream.receive(seconds=0.2, what="waiting for a frozen peer")
+            with pytest.raises(Unreachable, match="no answer"):
+                await client.open(victim.address, ECHO, seconds=1.2)
+            assert client.connected() == ()  # the next try dials anew
+        finally:
+            process.resume()
+        stream = await client.open(victim.address, ECHO, seconds=5)
+        assert await ask(stream, b"hello again") == b"hello again"
+
+
+async def test_a_handshake_that_drips_is_cut_off_when_its_time_is_up() -> None:
+    limits = HostLimits(handshake_seconds=0.3)
+    async with p2p.open_host(Identity.generate(), listen=("/ip4/127.0.0.1/tcp/0",), limits=limits) as server:
+        async with tcp(Victim(0, server.addresses[0])) as stream:
+            await stream.send_all(multistream.encode(multistream.HEADER)[:5])
+            await read_until_closed(stream)
+        assert server.statistics().failed_handshakes == 1
+        assert server.statistics().handshakes == 0
 
 
 async def test_a_connection_that_carries_nothing_gives_way_to_one_that_may() -> None:

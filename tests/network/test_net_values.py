@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from random import Random
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.identity import Identity
 from protocol.net import multistream
 from protocol.net.backoff import backoff
-from protocol.net.base import Address
-from protocol.net.door import address_group
+from protocol.net.base import Address, HostLimits
+from protocol.net.door import Door, address_group
 
 PEER = Identity(bytes(range(32)))
 
@@ -61,6 +63,32 @@ def test_two_nodes_do_not_wait_alike() -> None:
 )
 def test_what_one_household_can_hold_many_of_counts_as_one(one: str, other: str, same: bool) -> None:
     assert (address_group(one) == address_group(other)) is same
+
+
+async def test_a_flood_of_handshakes_from_one_address_displaces_only_its_own() -> None:
+    door = Door(HostLimits(handshakes=8, handshakes_per_address=3))
+    finished: list[str] = []
+
+    async def shake_hands(group: str, *, honest: bool) -> None:
+        with door.handshake(group):
+            if not honest:
+                await trio.sleep_forever()
+            await trio.sleep(1)
+            finished.append(group)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(functools.partial(shake_hands, "honest", honest=True))
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(50):
+            nursery.start_soon(functools.partial(shake_hands, "attacker", honest=False))
+            await trio.testing.wait_all_tasks_blocked()
+        assert door.handshakes == 4
+        with trio.fail_after(5):
+            while not finished:
+                await trio.sleep(0.1)
+        nursery.cancel_scope.cancel()
+    assert finished == ["honest"]
+    assert door.handshakes == 0
 
 
 class Script:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 import trio
+import trio.testing
 
 from protocol.net.base import HostLimits
 from protocol.net.framing import ChannelClosed
