@@ -1,0 +1,787 @@
+"""The gateway as a node meets it: real messages over the in-memory network, a real ledger, no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import trainer.gateway
+from protocol import codec, limits, messages
+from protocol.envelope import Signed, seal, unseal
+from protocol.environments import base
+from protocol.errors import Code, ConnectionLost, Refused
+from protocol.lease import SeedInput, slot_seed
+from protocol.messages import Version
+from protocol.net.session import Session
+from protocol.policy import Manifest, check_manifest
+from protocol.run import EnvironmentShare, open_genesis
+from protocol.trace import Trace
+from protocol.verdict import CheckOutcome, Outcome, Reason, Receipt, Verdict, check_verdict
+from tests.trainer.scripted_node import (
+    ENGINE,
+    Client,
+    Script,
+    Trainer,
+    audit_result,
+    dialled,
+    identity_of,
+    on_trio,
+    trainer_at_work,
+)
+from trainer.audit_draw import AuditChain, is_drawn
+from trainer.config import TrainerConfig, write_config
+from trainer.init import init_run
+from trainer.ledger import GroupState, Ledger, SlotState, SubmissionState
+from trainer.rundir import Run, load_secrets, open_run
+from verify.check import CHEAP, DEAR
+
+SHARES = (EnvironmentShare("tools8@1", "", 1),)
+SETTINGS: dict[str, Any] = {
+    "group_size": 4, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64,
+    "audit_first": 0, "audit_rate": 1e-9,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "template"
+    init_run(path, name="test", policy="embedded", environments=SHARES, config=TrainerConfig(**SETTINGS))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_chain() -> Iterator[None]:
+    """Every start of a gateway hashes a million times; all of these runs have one secret."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.gateway, "AuditChain", functools.cache(AuditChain))
+        yield
+
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, template: Path) -> MakeRun:
+    def make(**settings: Any) -> Run:
+        path = tmp_path / "run"
+        shutil.copytree(template, path)
+        write_config(TrainerConfig(**{**SETTINGS, **settings}), path / "config.toml")
+        return open_run(path)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def script(template: Path) -> Script:
+    return Script(template / "policies" / "v00000000")
+
+
+async def refusal(client: Client, request: Any, cls: type = messages.Submitted) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await client.ask(request, cls)
+    return caught.value
+
+
+# --- hello ---
+
+
+@on_trio
+async def test_hello_is_answered_with_the_run_the_policy_and_the_time(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        welcome = await client.hello()
+        genesis = open_genesis(welcome.genesis, run=trainer.run.run, trainer=trainer.office.signer.node)
+        manifest = unseal(Manifest, welcome.manifest, signer=genesis.trainer)
+        check_manifest(manifest)
+        assert manifest.root == genesis.first_policy_root and manifest.version == 0
+        assert abs(welcome.clock_ms - time.time() * 1000) < 10_000
+        row = trainer.ledger.view("SELECT * FROM nodes")[0]
+        assert row["connected"] == 1 and row["software"] == "scripted node 1"
+
+
+@on_trio
+async def test_a_node_of_another_protocol_version_is_told_both_versions_and_what_to_upgrade(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        with pytest.raises(Refused, match=r"speaks protocol 9\.3.*speaks 1\.0: upgrade the trainer") as caught:
+            await client.hello(versions=(Version(9, 3),))
+        assert caught.value.code is Code.VERSION_MISMATCH
+
+
+@on_trio
+async def test_a_node_of_another_run_is_told_which_run_this_is(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        with pytest.raises(Refused, match=trainer.run.run.hex()[:16]) as caught:
+            await client.hello(run=b"\x01" * 32)
+        assert caught.value.code is Code.WRONG_RUN
+
+
+@pytest.mark.parametrize(("hours", "where"), [(1, "ahead of"), (-1, "behind")])
+@on_trio
+async def test_a_clock_off_by_an_hour_is_refused_with_the_offset(make_run: MakeRun, hours: int, where: str) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        with pytest.raises(Refused, match=f"3,(600|599) s {where} the trainer's") as caught:
+            await client.hello(clock_ms=time.time_ns() // 1_000_000 + hours * 3_600_000)
+        assert caught.value.code is Code.CLOCK_SKEW
+
+
+@on_trio
+async def test_an_engine_whose_dtype_nobody_measured_is_not_admitted(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        with pytest.raises(Refused, match="float16") as caught:
+            await client.hello(engine=dataclasses.replace(ENGINE, dtype="float16"))
+        assert caught.value.code is Code.ENGINE_NOT_ADMITTED
+
+
+@on_trio
+async def test_nothing_is_answered_before_hello(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        error = await refusal(client, messages.GetLeases(1, (0,)))
+        assert error.code is Code.UNEXPECTED_MESSAGE and "before Hello" in str(error)
+
+
+@on_trio
+async def test_a_message_that_only_trainers_send_is_refused_and_the_session_goes_on(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        assert (await refusal(client, messages.Returned())).code is Code.UNEXPECTED_MESSAGE
+        assert await client.leases(1)
+
+
+@on_trio
+async def test_garbage_in_a_request_is_refused_and_the_session_goes_on(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        for body in (b"", b"\x00", b"\xff garbage", bytes([6]) + b"\xc1", bytes([6])):
+            with pytest.raises(Refused) as caught:
+                await client.session.request(body, seconds=10, what="sending garbage")
+            assert caught.value.code is Code.MALFORMED
+        assert await client.leases(1)
+
+
+@on_trio
+async def test_garbage_instead_of_a_session_ends_that_session_alone(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("honest") as honest:
+        async with trainer.network.host(identity_of("garbler"), listen=()) as host:
+            stream = await host.open(trainer.address, messages.SESSION_PROTOCOL, seconds=5)
+            await stream.send(b"\xde\xad\xbe\xef and more", seconds=5, what="sending garbage")
+            with pytest.raises(ConnectionLost):
+                await stream.receive(seconds=10, what="waiting to be thrown out")
+        assert await honest.leases(1)
+
+
+@on_trio
+async def test_a_second_session_with_the_same_key_ends_the_first_which_is_told_why(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("twin") as first:
+        async with trainer.node("twin") as second:
+            error = await refusal(first, messages.GetLeases(1, (0,)))
+            assert error.code is Code.UNEXPECTED_MESSAGE and "in use on two machines" in str(error)
+            assert await second.leases(1)
+            row = trainer.ledger.view("SELECT connected FROM nodes")[0]
+            assert row["connected"] == 1
+
+
+# --- policies and blobs ---
+
+
+@on_trio
+async def test_blobs_are_served_by_digest_and_make_up_the_policy(make_run: MakeRun) -> None:
+    async with (
+        trainer_at_work(make_run()) as trainer,
+        trainer.network.host(identity_of("node"), listen=()) as host,
+        dialled(host, trainer.address, identity_of("node"), trainer.run.run) as client,
+    ):
+        manifest = unseal(Manifest, (await client.hello()).manifest)
+        stream = await host.open(trainer.address, messages.BLOB_PROTOCOL, seconds=5)
+        session = Session(stream)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.run, None, None)
+            for file in manifest.files:
+                pieces = []
+                for blob in file.blobs:
+                    body = await session.request(
+                        messages.pack(messages.GetBlob(blob.digest)), seconds=10, what="fetching"
+                    )
+                    pieces.append(messages.expect(messages.BlobReply, body).data)
+                assert b"".join(pieces) == (trainer.run.folder.policy(0) / file.name).read_bytes()
+            with pytest.raises(Refused) as caught:
+                await session.request(messages.pack(messages.GetBlob(b"\0" * 32)), seconds=10, what="fetching")
+            assert caught.value.code is Code.NOT_FOUND
+            nursery.cancel_scope.cancel()
+
+
+@on_trio
+async def test_a_policy_damaged_on_our_disk_is_our_fault_and_is_not_sent(make_run: MakeRun) -> None:
+    run = make_run()
+    async with trainer_at_work(run) as trainer, trainer.network.host(identity_of("node"), listen=()) as host:
+        signed = trainer.office.shelf.manifest()
+        assert signed is not None
+        manifest = unseal(Manifest, signed)
+        (run.folder.policy(0) / "tokenizer.json").write_bytes(b"damaged")
+        digest = next(file for file in manifest.files if file.name == "tokenizer.json").blobs[0].digest
+        session = Session(await host.open(trainer.address, messages.BLOB_PROTOCOL, seconds=5))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(session.run, None, None)
+            with pytest.raises(Refused) as caught:
+                await session.request(messages.pack(messages.GetBlob(digest)), seconds=10, what="fetching")
+            assert caught.value.code is Code.INTERNAL
+            nursery.cancel_scope.cancel()
+
+
+def publish(trainer: Trainer, version: int) -> bytes:
+    """A next policy, as the learner leaves it: a folder and a row."""
+    from protocol.policy import policy_root
+
+    folder = trainer.run.folder.policy(version)
+    shutil.copytree(trainer.run.folder.policy(0), folder)
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": 3, "version": {version}}}\n')
+    root = policy_root(folder)
+    trainer.ledger.add_policy(version, root, time.time_ns() // 1_000_000)
+    return root
+
+
+@on_trio
+async def test_a_policy_the_learner_published_is_signed_and_announced(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        root = publish(trainer, 1)
+        while not client.announced:
+            await client.beat()
+        manifest = unseal(Manifest, client.announced[0], signer=trainer.office.signer.node)
+        assert manifest.version == 1 and manifest.root == root
+        reply = await client.ask(messages.GetManifest(None), messages.ManifestReply)
+        assert reply.manifest == client.announced[0]
+        assert [lease.policy_root for lease in await client.leases(1, (1,))] == [root]
+        error = await refusal(client, messages.GetManifest(7))
+        assert error.code is Code.NOT_FOUND and "latest is 1" in str(error)
+
+
+# --- leases ---
+
+
+@on_trio
+async def test_a_lease_is_signed_and_bound_to_the_node_and_to_seeds_nobody_can_foresee(make_run: MakeRun) -> None:
+    run = make_run()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(4)
+        assert lease.node == client.who.node and lease.run == run.run
+        assert [slot.index for slot in lease.slots] == [0, 1, 2, 3]
+        secret = load_secrets(run).seeds
+        assert lease.slots[2].seed == slot_seed(
+            SeedInput(run.run, lease.policy_root, "tools8@1", "", lease.task_index, lease.group_id, 2, secret)
+        )
+        assert lease.max_turn_tokens == 14 and lease.max_tokens == 64 and lease.temperature == 1.0
+        assert lease.deadline_ms - lease.issued_ms == 120_000
+
+
+@on_trio
+async def test_a_lease_given_back_is_leased_again_with_the_same_seed(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("a") as a, trainer.node("b") as b:
+        (lease,) = await a.leases(2)
+        await a.ask(messages.ReturnLease(lease.lease_id, "going to sleep"), messages.Returned)
+        (again,) = await b.leases(2)
+        assert again.group_id == lease.group_id and again.slots == lease.slots and again.lease_id != lease.lease_id
+        returned = trainer.ledger.view("SELECT returned, expired FROM nodes WHERE node = ?", (a.who.node,))[0]
+        assert returned == {"returned": 2, "expired": 0}
+
+
+@on_trio
+async def test_nobody_gives_back_the_lease_of_another(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("a") as a, trainer.node("b") as b:
+        (lease,) = await a.leases(1)
+        error = await refusal(b, messages.ReturnLease(lease.lease_id, "not mine"))
+        assert error.code is Code.NOT_FOUND
+        assert trainer.ledger.leased_slots(a.who.node) == 1
+
+
+@on_trio
+async def test_an_expired_lease_frees_its_slots_and_counts_on_the_node(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run(lease_seconds=0.001)) as trainer, trainer.node("a") as a:
+        (lease,) = await a.leases(3)
+        expired = {"expired": 0}
+        while expired["expired"] == 0:
+            await trio.sleep(0.05)
+            expired = trainer.ledger.view("SELECT expired FROM nodes")[0]
+        assert expired["expired"] == 3
+        assert {row.state for row in trainer.ledger.slots_of(lease.group_id)} == {SlotState.FREE}
+
+
+@on_trio
+async def test_an_environment_that_raises_costs_no_node_anything(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        broken = base.GuardedEnvironment(Broken(), "tools8@1")
+        monkeypatch.setitem(trainer.office.leasing._environments, ("tools8@1", ""), broken)
+        reply = await client.ask(messages.GetLeases(4, (0,)), messages.LeasesReply)
+        assert reply.leases == () and "a fault of the trainer" in reply.cause and reply.retry_ms > 0
+        event = trainer.ledger.view("SELECT text FROM events WHERE kind = 'environment'")[0]
+        assert "RuntimeError: out of order" in event["text"]
+
+
+class Broken:
+    """An environment with a bug."""
+
+    name = "tools8@1"
+    max_turns = 2
+    max_new_tokens = 14
+
+    def prompt(self, index: int) -> Any:
+        raise RuntimeError("out of order")
+
+    step = reward = prompt
+
+
+# --- submissions ---
+
+
+@on_trio
+async def test_an_honest_trace_is_receipted_judged_and_completes_its_group(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(4)
+        traces = [script.trace(lease, slot, right=slot < 2) for slot in range(4)]
+        for number, trace in enumerate(traces, start=1):
+            reply = await client.submit(trace)
+            assert reply.receipt is not None and reply.verdict is None
+            receipt = unseal(Receipt, reply.receipt, signer=trainer.office.signer.node)
+            assert receipt.trace_digest == seal(client.who, trace).digest
+            assert (receipt.sequence, receipt.slot, receipt.node) == (number, trace.slot, client.who.node)
+        verdicts = await client.verdicts(4)
+        for verdict in verdicts:
+            check_verdict(verdict)
+            assert verdict.outcome is Outcome.ACCEPTED and not verdict.audited
+            assert [check.name for check in verdict.checks] == [*CHEAP, *DEAR]
+        assert sorted(verdict.reward or 0.0 for verdict in verdicts) == [0.0, 0.0, 1.0, 1.0]
+        assert trainer.ledger.count_groups(GroupState.COMPLETE) == 1
+        assert trainer.ledger.count_informative() == 1
+        node = trainer.ledger.view("SELECT accepted, refused, leased FROM nodes")[0]
+        assert node == {"accepted": 4, "refused": 0, "leased": 4}
+
+
+@on_trio
+async def test_the_same_trace_again_gets_the_same_receipt_and_counts_once(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        signed = seal(client.who, script.trace(lease, 0))
+        replies = [await client.send(signed) for _ in range(3)]
+        assert len({reply.receipt for reply in replies}) == 1
+        await client.verdicts(1)
+        late = await client.send(signed)
+        assert late.receipt == replies[0].receipt
+        assert late.verdict is not None and unseal(Verdict, late.verdict).outcome is Outcome.ACCEPTED
+        assert trainer.ledger.view("SELECT COUNT(*) AS n FROM submissions")[0]["n"] == 1
+        assert trainer.ledger.view("SELECT accepted FROM nodes")[0]["accepted"] == 1
+
+
+def turned_away(reply: messages.Submitted, trainer: Trainer) -> Verdict:
+    """The signed refusal of a trace that was not taken in."""
+    assert reply.receipt is None and reply.verdict is not None
+    verdict = unseal(Verdict, reply.verdict, signer=trainer.office.signer.node)
+    check_verdict(verdict)
+    assert verdict.outcome is Outcome.REFUSED
+    failed = [check for check in verdict.checks if check.outcome is CheckOutcome.FAILED]
+    assert [check.reason for check in failed] == [verdict.reason] and failed[0].detail
+    return verdict
+
+
+@on_trio
+async def test_a_slot_answered_with_other_bytes_is_refused_as_redeemed(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await client.submit(script.trace(lease, 0))
+        other = await client.submit(script.trace(lease, 0, right=False))
+        assert turned_away(other, trainer).reason is Reason.LEASE_REDEEMED
+        assert [each.outcome for each in await client.verdicts(2)].count(Outcome.ACCEPTED) == 1
+
+
+@on_trio
+async def test_the_lease_of_another_node_cannot_be_redeemed(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("a") as a, trainer.node("b") as b:
+        (lease,) = await a.leases(1)
+        theirs = dataclasses.replace(script.trace(lease, 0), node=b.who.node)
+        assert turned_away(await b.submit(theirs), trainer).reason is Reason.LEASE_NOT_YOURS
+        assert (await a.submit(script.trace(lease, 0))).receipt is not None
+
+
+@on_trio
+async def test_a_copied_trace_is_refused_to_the_copycat_and_stands_for_its_author(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("author") as author, trainer.node("cat") as cat:
+        (lease,) = await author.leases(1)
+        signed = seal(author.who, script.trace(lease, 0))
+        await author.send(signed)
+        await author.verdicts(1)
+        resigned = Signed(signed.payload, cat.who.node, cat.who.sign(Trace.DOMAIN, signed.payload))
+        for copy in (signed, resigned):
+            assert turned_away(await cat.send(copy), trainer).reason is Reason.SIGNATURE
+        again = await author.send(signed)
+        assert again.verdict is not None and unseal(Verdict, again.verdict).outcome is Outcome.ACCEPTED
+        counts = {row["node"]: row["accepted"] for row in trainer.ledger.view("SELECT node, accepted FROM nodes")}
+        assert counts == {author.who.node: 1, cat.who.node: 0}
+
+
+@on_trio
+async def test_a_trace_of_another_run_or_of_no_lease_or_slot_is_refused(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        honest = script.trace(lease, 0)
+        for change, reason in (
+            ({"run": b"\x07" * 32}, Reason.WRONG_RUN),
+            ({"lease_id": b"\x07" * 16}, Reason.LEASE_UNKNOWN),
+            ({"slot": 3}, Reason.SLOT_NOT_LEASED),
+        ):
+            reply = await client.submit(dataclasses.replace(honest, **change))
+            assert turned_away(reply, trainer).reason is reason
+        assert (await client.submit(honest)).receipt is not None, "the lease is still good"
+
+
+@on_trio
+async def test_a_late_trace_is_refused_as_expired_and_not_counted_as_cheating(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run(lease_seconds=0.001)) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await trio.sleep(0.01)
+        verdict = turned_away(await client.submit(script.trace(lease, 0)), trainer)
+        assert verdict.reason is Reason.LEASE_EXPIRED
+        assert trainer.ledger.view("SELECT refused FROM nodes")[0]["refused"] == 0
+
+
+@on_trio
+async def test_a_trace_under_a_lease_that_was_given_back_is_refused_as_expired(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await client.ask(messages.ReturnLease(lease.lease_id, "no more"), messages.Returned)
+        verdict = turned_away(await client.submit(script.trace(lease, 0)), trainer)
+        assert verdict.reason is Reason.LEASE_EXPIRED
+        assert any("given back" in check.detail for check in verdict.checks)
+
+
+def raw_trace(trace: Trace, **fields: bytes) -> bytes:
+    """Canonical bytes of a trace with some byte strings replaced, past what our own types would hold."""
+    import msgpack
+
+    return bytes(msgpack.packb({**codec.to_plain(trace), **fields}, use_bin_type=True))
+
+
+@on_trio
+async def test_what_is_no_trace_is_an_error_and_holds_nobody_to_anything(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        honest = script.trace(lease, 0)
+        payload = codec.encode(honest)
+
+        async def send(payload: bytes) -> Refused:
+            signature = client.who.sign(Trace.DOMAIN, payload)
+            return await refusal(client, messages.Submit(Signed(payload, client.who.node, signature)))
+
+        truncated = await send(payload[:-10])
+        assert truncated.code is Code.MALFORMED
+        trailing = await send(payload + b"\0")
+        assert trailing.code is Code.MALFORMED
+        nans = struct.pack("<f", float("nan")) * len(honest.logprobs)
+        not_a_number = await send(raw_trace(honest, logprobs=nans))
+        assert not_a_number.code is Code.MALFORMED and "logprobs: value 0 is not finite" in str(not_a_number)
+        huge = await send(b"\xc4" + b"\0" * (limits.MAX_TRACE_BYTES + 1))
+        assert huge.code is Code.TOO_LARGE
+        long = await send(raw_trace(honest, tokens=b"\0" * 4 * (limits.MAX_TRACE_TOKENS + 1)))
+        assert long.code is Code.TOO_LARGE
+        forged = Signed(payload, client.who.node, b"\x01" * 64)
+        assert (await refusal(client, messages.Submit(forged))).code is Code.BAD_SIGNATURE
+        assert trainer.ledger.view("SELECT COUNT(*) AS n FROM verdicts")[0]["n"] == 0
+        assert (await client.submit(honest)).receipt is not None
+
+
+@on_trio
+async def test_a_trace_that_fails_a_cheap_check_is_refused_with_its_reason(make_run: MakeRun, script: Script) -> None:
+    run = make_run()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        cases: list[tuple[Reason, Callable[[Trace], dict[str, Any]]]] = [
+            (Reason.STRUCTURE, lambda t: {"tokens": (), "spans": (), "logprobs": (), "proofs": ()}),
+            (Reason.STRUCTURE, lambda t: {"logprobs": t.logprobs[:-1]}),
+            (Reason.TOKEN_RANGE, lambda t: {"tokens": (4_000_000_000, *t.tokens[1:])}),
+            (Reason.POLICY, lambda t: {"policy_version": 3}),
+            (Reason.PROOF_FORM, lambda t: {"proofs": ()}),
+            (Reason.REWARD, lambda t: {"reward": 0.25}),
+            (Reason.OBSERVATION, lambda t: {"tokens": _other_observation(t)}),
+        ]
+        leases = await client.leases(len(cases))
+        slots = [(lease, slot.index) for lease in leases for slot in lease.slots]
+        for (lease, slot), (_, change) in zip(slots, cases, strict=True):
+            trace = script.trace(lease, slot)
+            reply = await client.submit(dataclasses.replace(trace, **change(trace)))
+            assert reply.receipt is not None, "it answers a lease, so it is kept as evidence"
+        verdicts = await client.verdicts(len(cases))
+        assert [verdict.reason for verdict in verdicts] == [reason for reason, _ in cases]
+        states = {row.state for lease in leases for row in trainer.ledger.slots_of(lease.group_id)}
+        assert SlotState.ANSWERED not in states and SlotState.ACCEPTED not in states
+        assert trainer.ledger.view("SELECT refused FROM nodes")[0]["refused"] == len(cases)
+        again = [each.group_id for each in await client.leases(8)]
+        assert not set(again) & {lease.group_id for lease in leases[:1]}, "refused slots go to other nodes"
+
+
+def _other_observation(trace: Trace) -> tuple[int, ...]:
+    place = trace.spans[0].length
+    return (*trace.tokens[:place], trace.tokens[place] + 1, *trace.tokens[place + 1 :])
+
+
+@on_trio
+async def test_an_environment_that_fails_while_judging_leaves_the_trace_unjudged_and_the_slot_free(
+    make_run: MakeRun, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        broken = base.GuardedEnvironment(Broken(), "tools8@1")
+        monkeypatch.setitem(trainer.office.judge._examiner._environments, ("tools8@1", ""), broken)
+        await client.submit(script.trace(lease, 0))
+        (verdict,) = await client.verdicts(1)
+        assert verdict.outcome is Outcome.NOT_JUDGED and verdict.reason is Reason.ENVIRONMENT_FAULT
+        assert trainer.ledger.view("SELECT refused, accepted FROM nodes")[0] == {"refused": 0, "accepted": 0}
+        assert trainer.ledger.slots_of(lease.group_id)[0].state is SlotState.FREE
+
+
+@on_trio
+async def test_a_bug_in_a_check_leaves_the_trace_unjudged_and_the_gateway_running(
+    make_run: MakeRun, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainer.inbox
+
+    def bug(*arguments: Any, **named: Any) -> Any:
+        raise IndexError("off by one")
+
+    async with trainer_at_work(make_run()) as trainer_, trainer_.node() as client:
+        (lease,) = await client.leases(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.inbox, "cheap_checks", bug)
+            await client.submit(script.trace(lease, 0))
+            (verdict,) = await client.verdicts(1)
+        assert verdict.reason is Reason.VERIFIER_FAULT
+        assert "off by one" in trainer_.ledger.view("SELECT text FROM events WHERE kind = 'fault'")[0]["text"]
+        await client.submit(script.trace(lease, 1))
+        assert (await client.verdicts(1))[0].outcome is Outcome.ACCEPTED
+
+
+@on_trio
+async def test_a_trace_of_a_group_that_was_given_up_is_not_judged(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        trainer.ledger.drop_group(lease.group_id, "older than 8 policy versions")
+        assert (await client.submit(script.trace(lease, 0))).receipt is not None
+        assert (await client.verdicts(1))[0].reason is Reason.POLICY_MOVED_ON
+
+
+# --- audits ---
+
+
+@on_trio
+async def test_a_new_node_is_audited_in_full_and_the_draw_can_be_repeated_later(
+    make_run: MakeRun, script: Script
+) -> None:
+    run = make_run(audit_first=2, audit_rate=0.5)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        leases = await client.leases(16)
+        slots = iter([(lease, slot.index) for lease in leases for slot in lease.slots])
+        for _ in range(2):
+            await client.submit(script.trace(*next(slots)))
+        while trainer.ledger.waiting_audits() < 2:
+            await client.beat()
+        assert trainer.audit() == 2
+        verdicts = await client.verdicts(2)
+        assert all(verdict.audited and verdict.outcome is Outcome.ACCEPTED for verdict in verdicts)
+        assert verdicts[0].verifier.dtype == "float32"
+        chain = AuditChain(load_secrets(run).audit)
+        later = [script.trace(*place) for place in slots]
+        for trace in later:
+            await client.submit(trace)
+        drawn = {
+            seal(client.who, trace).digest: is_drawn(chain.value(0), seal(client.who, trace).digest, 0.5)
+            for trace in later
+        }
+        unaudited = await client.verdicts(list(drawn.values()).count(False))
+        assert {verdict.trace_digest for verdict in unaudited} == {d for d, is_in in drawn.items() if not is_in}
+        while trainer.ledger.waiting_audits() < list(drawn.values()).count(True):
+            await client.beat()
+
+
+@on_trio
+async def test_a_failed_audit_refuses_the_trace_and_sends_what_was_trusted_to_audit(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node("cheater") as client:
+        (lease,) = await client.leases(4)
+        for slot in range(4):
+            await client.submit(script.trace(lease, slot))
+        await client.verdicts(4)
+        assert trainer.ledger.count_groups(GroupState.COMPLETE) == 1
+        assert trainer.ledger.quarantine(client.who.node) == 4  # as after a failed audit of another trace
+        assert trainer.ledger.count_groups(GroupState.COMPLETE) == 0
+        assert trainer.audit(Reason.MARGIN) == 4
+        verdicts = await client.verdicts(4)
+        assert {(v.outcome, v.reason, v.audited) for v in verdicts} == {(Outcome.REFUSED, Reason.MARGIN, True)}
+        node = trainer.ledger.view("SELECT accepted, refused, audits_failed FROM nodes")[0]
+        assert node == {"accepted": 0, "refused": 4, "audits_failed": 4}
+        assert (
+            "failed an audit (MARGIN)" in trainer.ledger.view("SELECT text FROM events WHERE kind = 'audit'")[0]["text"]
+        )
+
+
+@on_trio
+async def test_a_node_that_failed_an_audit_is_audited_in_full_and_gets_little_work(
+    make_run: MakeRun, script: Script
+) -> None:
+    run = make_run(audit_first=3, audit_rate=1e-9)
+    async with trainer_at_work(run) as trainer, trainer.node("cheater") as cheater, trainer.node("honest") as honest:
+        (lease,) = (await cheater.leases(1))[:1]
+        await cheater.submit(script.trace(lease, lease.slots[0].index))
+        while trainer.ledger.waiting_audits() == 0:
+            await cheater.beat()
+        trainer.audit(Reason.PROOF)
+        await cheater.verdicts(1)
+        little = await cheater.leases(16)
+        assert sum(len(each.slots) for each in little) == 1
+        (again,) = await honest.leases(1)
+        assert (again.group_id, again.slots) == (lease.group_id, lease.slots), "same slot, same seed, another node"
+
+
+@on_trio
+async def test_an_auditor_that_could_not_judge_costs_the_node_nothing(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run(audit_rate=1.0)) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await client.submit(script.trace(lease, 0))
+        while not (rows := trainer.ledger.claim_audits("auditor-0", 0, 10)):
+            await client.beat()
+        fault = dataclasses.replace(audit_result(), checks=(), fault=Reason.POLICY_UNAVAILABLE, error="disk gone")
+        trainer.ledger.finish_audit(rows[0].sequence, codec.encode(fault), None)
+        (verdict,) = await client.verdicts(1)
+        assert verdict.outcome is Outcome.NOT_JUDGED and verdict.reason is Reason.POLICY_UNAVAILABLE
+        assert trainer.ledger.audit_record(client.who.node) == (0, 0)
+
+
+@on_trio
+async def test_an_audit_of_a_group_that_was_given_up_is_not_waited_for(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run(audit_rate=1.0)) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await client.submit(script.trace(lease, 0))
+        while trainer.ledger.waiting_audits() == 0:
+            await client.beat()
+        trainer.ledger.drop_group(lease.group_id, "older than 8 policy versions")
+        assert (await client.verdicts(1))[0].reason is Reason.POLICY_MOVED_ON
+
+
+# --- restarts and a full disk ---
+
+
+@on_trio
+async def test_leases_receipts_and_verdicts_outlive_the_gateway(make_run: MakeRun, script: Script) -> None:
+    run = make_run(audit_rate=1.0)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(3)
+        first = seal(client.who, script.trace(lease, 0))
+        receipt = (await client.send(first)).receipt
+        while trainer.ledger.waiting_audits() == 0:
+            await client.beat()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        assert (await client.send(first)).receipt == receipt
+        assert (await client.submit(script.trace(lease, 1))).receipt is not None
+        while trainer.ledger.waiting_audits() < 2:
+            await client.beat()
+        trainer.audit()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        verdicts = await client.verdicts(2)
+        assert {verdict.outcome for verdict in verdicts} == {Outcome.ACCEPTED}
+        assert trainer.ledger.view("SELECT accepted FROM nodes")[0]["accepted"] == 2
+        assert trainer.ledger.view("SELECT COUNT(*) AS n FROM submissions")[0]["n"] == 2
+
+
+@on_trio
+async def test_what_was_received_and_not_yet_judged_is_judged_after_a_restart(
+    make_run: MakeRun, script: Script
+) -> None:
+    run = make_run()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(1)
+        await client.submit(script.trace(lease, 0))
+        await client.verdicts(1)
+    ledger = Ledger(run.folder.ledger)
+    with ledger.write():  # as if the process had died between receipt and verdict
+        ledger._db.execute("DELETE FROM verdicts")
+        ledger._db.execute("UPDATE submissions SET state = ?", (SubmissionState.RECEIVED,))
+        ledger._db.execute("UPDATE slots SET state = ? WHERE digest IS NOT NULL", (SlotState.ANSWERED,))
+    ledger.close()
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        assert (await client.verdicts(1))[0].outcome is Outcome.ACCEPTED
+
+
+@on_trio
+async def test_a_full_disk_makes_nodes_wait_and_loses_nothing(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(4)
+        writer = trainer.office.writer
+        pages = writer.view("PRAGMA page_count")[0]["page_count"]
+        await trainer.office.clerk.do(lambda: None)
+        writer.view(f"PRAGMA max_page_count = {pages}")
+        padded = [dataclasses.replace(script.trace(lease, slot)) for slot in range(4)]
+        outcomes = []
+        for trace in padded:
+            try:
+                outcomes.append(await client.submit(trace))
+            except Refused as error:
+                assert error.code is Code.BUSY and "full" in str(error)
+                outcomes.append(error)
+        assert any(isinstance(outcome, Refused) for outcome in outcomes)
+        writer.view("PRAGMA max_page_count = 1000000")
+        for trace in padded:
+            assert (await client.submit(trace)).receipt is not None
+        assert {verdict.outcome for verdict in await client.verdicts(4)} == {Outcome.ACCEPTED}
+
+
+@on_trio
+async def test_a_nearly_full_disk_pauses_the_run_with_the_cause_and_goes_on_when_there_is_room(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run(), disk_reserve=2**60) as trainer, trainer.node() as client:
+        error = await refusal(client, messages.GetLeases(1, (0,)))
+        assert error.code is Code.BUSY and "disk is nearly full" in str(error)
+        await client.beat()
+        trainer.gateway._disk_reserve = 0
+        with trio.fail_after(10):
+            while True:
+                try:
+                    assert await client.leases(1)
+                    break
+                except Refused:
+                    await trio.sleep(0.05)
+        texts = [row["text"] for row in trainer.ledger.view("SELECT text FROM events WHERE kind = 'disk'")]
+        assert "nearly full" in texts[0] and "room" in texts[1]
+
+
+@on_trio
+async def test_heartbeats_reach_the_ledger_and_a_lost_node_is_marked_away(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer:
+        async with trainer.node() as client:
+            speed = 0.0
+            while speed == 0.0:
+                await client.beat()
+                speed = trainer.ledger.view("SELECT tokens_per_second AS s FROM nodes")[0]["s"]
+            assert speed == 12.5
+        while trainer.ledger.view("SELECT connected FROM nodes")[0]["connected"]:
+            await trio.sleep(0.01)
+
+
+def test_a_secret_of_another_run_is_refused_at_start(make_run: MakeRun) -> None:
+    from protocol.errors import LocalError
+    from trainer.gateway import open_office
+    from trainer.rundir import Secrets, save_secrets
+
+    run = make_run()
+    run.folder.secret.unlink()
+    save_secrets(Secrets(b"\1" * 32, b"\2" * 32), run.folder.secret)
+    with pytest.raises(LocalError, match="not the secret of this run"), open_office(run):
+        pass
