@@ -14,7 +14,7 @@ import pytest
 
 from protocol import codec, envelope, identity, lease, messages, policy, run, trace, verdict
 from protocol.errors import Code
-from verify import check, thresholds
+from verify import check, cli, report, thresholds
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = (ROOT / "SPEC.md").read_text()
@@ -148,6 +148,58 @@ def test_every_example_in_hex_is_a_vector() -> None:
     assert len(blocks) >= 6
     for reference, text in blocks:
         assert text.replace("\n", "") == entry(reference)["bytes"], reference
+
+
+def test_every_readable_example_is_a_vector() -> None:
+    blocks = re.findall(r"^```json (\S+)\n(.*?)^```$", SPEC, re.M | re.S)
+
+    assert len(blocks) >= 6
+    for reference, text in blocks:
+        assert json.loads(text) == entry(reference)["value"], reference
+
+
+def test_the_json_verdict_has_the_keys_that_are_written() -> None:
+    finger = verdict.Fingerprint("", "", "", "")
+    passed = verdict.Check("signature", verdict.CheckOutcome.PASSED, None, None, None, None, None, "")
+    ours = report.Judged(verdict.Outcome.ACCEPTED, None, (passed,), True, 1.0, finger)
+    signed = verdict.Verdict(
+        run=bytes(32),
+        trace_digest=bytes(32),
+        lease_id=bytes(16),
+        slot=0,
+        node=bytes(32),
+        policy_version=0,
+        policy_root=bytes(32),
+        outcome=verdict.Outcome.ACCEPTED,
+        reason=None,
+        audited=True,
+        reward=1.0,
+        checks=(passed,),
+        verifier=finger,
+        judged_ms=0,
+    )
+    table = {row[0].strip("`"): row[1] for row in rows(SPEC.split("The JSON verdict:")[1].split("\n## 15 ")[0], 2)[1:]}
+    written = report.as_json(ours, bytes(32), signed)
+
+    assert list(written) == list(table)
+    assert written["spec"] == table["spec"].strip("`").strip('"')
+    for key in ("checks", "verifier", "trainer"):
+        inner = written[key][0] if key == "checks" else written[key]
+        assert set(re.findall(r"`(\w+)`", table[key])) == set(inner), key
+
+
+def test_the_arguments_and_exit_codes_of_rlverify_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--help"])
+    told = capsys.readouterr().out
+    chapter_14 = SPEC.split("\n## 14 ")[1].split("\n## 15 ")[0]
+    arguments = [row[0] for row in rows(chapter_14.split("| exit code")[0], 2)[1:]]
+    codes = [row[0] for row in rows(chapter_14, 2) if row[0].isdigit()]
+
+    assert {word for text in arguments for word in re.findall(r"--[a-z-]+", text)} == set(
+        re.findall(r"--[a-z-]+", told)
+    ) - {"--help"}
+    assert codes == re.findall(r"^  (\d)  ", told, re.M)
 
 
 def test_the_values_of_the_example_exchange_are_the_vectors() -> None:

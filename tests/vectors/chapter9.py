@@ -197,6 +197,7 @@ def frames() -> dict[str, Any]:
             "NOT_CANONICAL",
             wire.mapping([pair[0], ("message", b"\xd9\x05later")]),
         ),
+        ("error_lists", "lists in lists that announce much", "MALFORMED", b"\xdc\xff\xff" * 900),
         ("error_trailing", "one byte too many", "MALFORMED", wire.mapping(pair) + b"\0"),
     ):
         section.bad("error_body", name, comment, code, bytes=data)
