@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import limits, messages
+from protocol import codec, limits, messages
 from protocol.errors import Code, DecodeError
 from protocol.messages import MESSAGES, Heartbeat, Returned, Version, expect, negotiate, open_body, pack
 
@@ -66,11 +66,10 @@ def test_what_is_chosen_is_understood_by_both(theirs: tuple[Version, ...], ours:
     assert any(each.major == chosen.major and each.minor >= chosen.minor for each in theirs)
 
 
-def test_the_protocols_carry_the_major_version() -> None:
-    major = limits.PROTOCOL_VERSION[0]
-
-    assert messages.SESSION_PROTOCOL.endswith(f"/{major}")
-    assert messages.BLOB_PROTOCOL.endswith(f"/{major}")
+def test_sides_of_different_versions_still_meet() -> None:
+    """The ids name the frames and Hello, which no version changes; versions are told apart by Hello."""
+    assert (messages.SESSION_PROTOCOL, messages.BLOB_PROTOCOL) == ("/rlcommons/session/1", "/rlcommons/blobs/1")
+    assert [key for key, _ in codec.fields_of(messages.Hello)] == ["versions", "run", "software", "clock_ms", "engine"]
 
 
 def test_a_blob_with_its_envelope_fits_into_a_frame() -> None:
