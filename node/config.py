@@ -23,7 +23,10 @@ def default_home() -> Path:
 
 
 def default_threads() -> int:
-    """The processors this process may run on; one is enough beside a GPU, and the engine knows its device."""
+    """$OMP_NUM_THREADS where it is set, else the processors this process may run on."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 

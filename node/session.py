@@ -34,7 +34,7 @@ from protocol.net.base import Host
 from protocol.net.session import Session
 from protocol.run import RunAddress, open_genesis
 from protocol.trace import EngineDescriptor
-from protocol.verdict import Outcome, Receipt, Verdict
+from protocol.verdict import Outcome, Receipt, Verdict, check_verdict
 
 T = TypeVar("T")
 
@@ -245,6 +245,7 @@ class TrainerLink:
 
     def _open_verdict(self, signed: Signed) -> Verdict:
         verdict = unseal(Verdict, signed, signer=self._address.trainer)
+        check_verdict(verdict)
         if verdict.run != self._address.run or verdict.node != self._identity.node:
             raise RemoteError(Code.MALFORMED, "the trainer sent a verdict of another run or on another node")
         return verdict
@@ -272,6 +273,7 @@ class TrainerLink:
 
     async def _ask_leases(self, session: Session) -> None:
         """Whenever there is room. An empty answer is waited out, or until a newer policy is here."""
+        delays = backoff(self._random)
         while True:
             changed = self._worker.wants_leases
             room, versions = self._worker.room(), self._worker.versions()
@@ -279,10 +281,18 @@ class TrainerLink:
                 await changed.wait()
                 continue
             request = messages.GetLeases(min(room, 4096), versions)
-            reply = await self._ask_patiently(session, request, messages.LeasesReply, "asking for leases")
+            try:
+                reply = await self._ask(session, request, messages.LeasesReply, "asking for leases")
+            except Refused as error:
+                if error.code not in LATER:
+                    raise
+                # Not the same question again: by then room and versions are others.
+                reply = messages.LeasesReply((), int(next(delays) * 1000), str(error))
             for signed in reply.leases:
                 await self._worker.take(signed)
-            if not reply.leases:
+            if reply.leases:
+                delays = backoff(self._random)
+            else:
                 await self._wait_for_leases(reply, versions)
 
     async def _wait_for_leases(self, reply: messages.LeasesReply, versions: tuple[int, ...]) -> None:

@@ -45,7 +45,7 @@ from protocol.errors import (
     UsageError,
 )
 from protocol.identity import Identity
-from protocol.lease import Lease
+from protocol.lease import Lease, check_lease
 from protocol.net.backoff import backoff
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 
@@ -142,7 +142,7 @@ class Worker:
         slots = self._engine.slots
         ahead = math.ceil(slots * self._config.prefetch)
         missing = slots + ahead - self.book.drawing() - self.book.waiting()
-        return missing if missing > ahead // 2 else 0
+        return missing if missing >= max(1, ahead // 2) else 0
 
     def versions(self) -> tuple[int, ...]:
         """Policy versions to ask leases for: the newest alone, so that the engine drains towards it."""
@@ -182,6 +182,7 @@ class Worker:
         lease = unseal(Lease, signed, signer=self._terms.trainer)
         if lease.run != self._terms.run or lease.node != self._terms.identity.node:
             raise RemoteError(Code.MALFORMED, "the trainer sent a lease of another run or of another node")
+        check_lease(lease)
         await keep_trying(self._report, "a lease", self._store.save_lease, lease.lease_id, signed)
         cause = ""
         try:
@@ -212,8 +213,6 @@ class Worker:
             raise PolicyError(f"this node does not hold policy {lease.policy_version}")
         if self._loaded is not None and lease.policy_version < self._loaded.version:
             raise PolicyError(f"policy {lease.policy_version} left the engine for version {self._loaded.version}")
-        if not lease.slots or lease.temperature <= 0 or min(lease.max_tokens, lease.max_turn_tokens) < 1:
-            raise PolicyError("the lease has no slot, no token or no temperature to draw with")
         environment = await self._environment(lease)
         tokenizer = await self._tokenizer(held)
         messages = await self._ask_environment(lease, environment.prompt, lease.task_index)

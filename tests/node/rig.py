@@ -77,9 +77,7 @@ class World:
     nursery: trio.Nursery
     folder: Path
 
-    def node(
-        self, name: str = "home", *, make: Callable[[NodeConfig], Engine] = make_engine, **changes: Any
-    ) -> Node:
+    def node(self, name: str = "home", *, make: Callable[[NodeConfig], Engine] = make_engine, **changes: Any) -> Node:
         """Start a node with a home of this name."""
         config = NodeConfig(
             address=self.trainer.address(self.host), home=self.folder / name, slots=8, threads=1, disk_reserve_bytes=0

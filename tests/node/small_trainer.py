@@ -24,7 +24,7 @@ from protocol.net.base import Host, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest, describe, policy_root
 from protocol.run import EnvironmentShare, Genesis, RunAddress, run_id
-from protocol.trace import Trace
+from protocol.trace import Trace, TraceFile
 from protocol.verdict import Fingerprint, Outcome, Reason, Receipt, Verdict
 
 ENVIRONMENT = "tools8@1"
@@ -46,6 +46,7 @@ class SmallTrainer:
     identity: Identity = field(default_factory=Identity.generate)
     group_size: int = 4
     lease_seconds: float = 60.0
+    lease_changes: dict[str, Any] = field(default_factory=dict)  # fields of every lease from now on
     max_leases: int = 10_000
     clock_offset_ms: int = 0
     protocol: messages.Version = field(default_factory=lambda: messages.Version(1, 0))
@@ -55,7 +56,8 @@ class SmallTrainer:
     heartbeats: list[messages.Heartbeat] = field(default_factory=list)
     leases: dict[bytes, Lease] = field(default_factory=dict)
     returned: dict[bytes, str] = field(default_factory=dict)
-    traces: dict[bytes, Trace] = field(default_factory=dict)
+    traces: dict[bytes, Trace] = field(default_factory=dict)  # by digest
+    signed: dict[bytes, Signed] = field(default_factory=dict)  # leases by id, traces by digest
     submissions: int = 0
     verdicts: list[Signed] = field(default_factory=list)
     blobs_served: int = 0
@@ -174,9 +176,10 @@ class SmallTrainer:
         for _ in range(max(1, request.slots // self.group_size)):
             if len(self.leases) >= self.max_leases:
                 return messages.LeasesReply(tuple(given), 0 if given else 1_000, "" if given else "no task is left")
-            lease = self.make_lease(node, max(request.versions))
+            lease = self.make_lease(node, max(request.versions), **self.lease_changes)
             self.leases[lease.lease_id] = lease
-            given.append(seal(self.identity, lease))
+            self.signed[lease.lease_id] = seal(self.identity, lease)
+            given.append(self.signed[lease.lease_id])
         return messages.LeasesReply(tuple(given), 0, "")
 
     def make_lease(self, node: bytes, version: int, **changes: Any) -> Lease:
@@ -211,6 +214,7 @@ class SmallTrainer:
         trace = unseal(Trace, signed)
         known = signed.digest in self.traces
         self.traces[signed.digest] = trace
+        self.signed[signed.digest] = signed
         if not known:
             self.verdicts.append(self.judge(signed.digest, trace, Outcome.ACCEPTED, None))
         return messages.Submitted(self.receipt(signed.digest, trace), None)
@@ -220,6 +224,13 @@ class SmallTrainer:
             self.run, digest, trace.lease_id, trace.slot, trace.node, self.now(), list(self.traces).index(digest)
         )
         return seal(self.identity, receipt)
+
+    def file(self, digest: bytes) -> TraceFile:
+        """What an auditor is handed."""
+        trace = self.traces[digest]
+        return TraceFile(
+            self.genesis, self.signed[trace.lease_id], self.signed[digest], self.receipt(digest, trace), None
+        )
 
     def judge(self, digest: bytes, trace: Trace, outcome: Outcome, reason: Reason | None) -> Signed:
         return seal(

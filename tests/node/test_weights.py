@@ -206,9 +206,7 @@ def test_a_peer_that_stalls_is_asked_again(tmp_path: Path, trainer: SmallTrainer
     trio.run(scenario)
 
 
-def test_a_peer_that_dies_midway_is_connected_to_again(
-    tmp_path: Path, trainer: SmallTrainer, big_policy: Path
-) -> None:
+def test_a_peer_that_dies_midway_is_connected_to_again(tmp_path: Path, trainer: SmallTrainer, big_policy: Path) -> None:
     policy = trainer.publish(big_policy, 0)
 
     async def scenario() -> None:
@@ -222,7 +220,9 @@ def test_a_peer_that_dies_midway_is_connected_to_again(
     trio.run(scenario)
 
 
-def test_pieces_that_two_versions_share_are_fetched_once(tmp_path: Path, trainer: SmallTrainer, big_policy: Path) -> None:
+def test_pieces_that_two_versions_share_are_fetched_once(
+    tmp_path: Path, trainer: SmallTrainer, big_policy: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(big_policy, other)
     (other / "more.txt").write_text("new in this version")

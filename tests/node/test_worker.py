@@ -1,0 +1,280 @@
+"""The worker with the real engine, the real tiny policy and real environments: what it draws is judged by verify/."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from node.config import NodeConfig
+from node.engine import Engine, SequenceRequest, TurnDone
+from node.join import make_engine
+from protocol import codec
+from protocol.environments import base
+from protocol.environments.base import Message
+from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.errors import EngineError
+from protocol.trace import EngineDescriptor
+from protocol.verdict import Outcome
+from tests.node.rig import EMBEDDED, another_policy, world
+from tests.node.small_trainer import SmallTrainer
+from verify.files import read_evidence
+from verify.judge import judge
+
+
+def judged(trainer: SmallTrainer, digest: bytes, folder: Path) -> str:
+    """What an independent check says of a trace: "" or the reason and detail of the refusal."""
+    path = folder / "trace.msgpack"
+    path.write_bytes(codec.encode(trainer.file(digest)))
+    version = trainer.traces[digest].policy_version
+    found = judge(read_evidence(path), trainer.policies[version].folder)
+    return "" if found.outcome == Outcome.ACCEPTED else f"{found.reason}: {found.detail}"
+
+
+def test_every_trace_of_an_honest_node_is_accepted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.max_leases = 4
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.traces) == 16)
+            await node.leave()
+            assert node.failure is None
+            assert {judged(w.trainer, digest, tmp_path) for digest in w.trainer.traces} == {""}
+            slots = {(trace.lease_id, trace.slot) for trace in w.trainer.traces.values()}
+            assert len(slots) == 16
+            assert node.status.traces_received == 16 and w.trainer.returned == {}
+
+    trio.run(scenario)
+
+
+def test_a_swap_waits_for_what_was_leased_and_no_trace_mixes_policies(tmp_path: Path) -> None:
+    other = another_policy(tmp_path / "other")
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 24)
+            w.trainer.publish(other, 1)
+            await w.trainer.announce(1)
+            await w.trainer.until(lambda: sum(t.policy_version == 1 for t in w.trainer.traces.values()) >= 24)
+            await node.leave()
+            assert [event.values["version"] for event in node.said("policy_loaded")] == [0, 1]
+            for trace in w.trainer.traces.values():
+                assert trace.policy_root == w.trainer.leases[trace.lease_id].policy_root
+                assert trace.policy_root == w.trainer.policies[trace.policy_version].manifest.root
+            # One of each policy is recomputed: the tokens are what that policy draws.
+            for version in (0, 1):
+                digest = next(d for d, t in w.trainer.traces.items() if t.policy_version == version)
+                assert judged(w.trainer, digest, tmp_path) == ""
+
+    trio.run(scenario)
+
+
+def test_a_prompt_that_renders_otherwise_here_is_given_back_naming_both_versions(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.lease_changes = {"prompt": (1, 2, 3)}
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            cause = next(iter(w.trainer.returned.values()))
+            assert "renders to another prompt here" in cause
+            assert "this node has rlcommons 0.1.0, tokenizers" in cause and "rltrainer 9.9" in cause
+            w.trainer.lease_changes = {}
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4)
+            assert node.failure is None
+
+    trio.run(scenario)
+
+
+def test_an_environment_this_node_lacks_is_given_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.lease_changes = {"environment": "chess@3"}
+            w.node()
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert "there is no environment 'chess@3'" in next(iter(w.trainer.returned.values()))
+
+    trio.run(scenario)
+
+
+def test_a_lease_that_cannot_be_done_in_time_is_given_back_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.node()
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 8)
+            w.trainer.lease_seconds = 0.001
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert "a completion takes about" in next(iter(w.trainer.returned.values()))
+
+    trio.run(scenario)
+
+
+# --- environments that fail ---
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An environment with a fault, of which there are kinds."""
+
+    fault: str
+    name: str = "broken@1"
+    max_turns: int = 2
+    max_new_tokens: int = 8
+
+    def prompt(self, index: int) -> tuple[Message, ...]:
+        return (Message("user", "remainder of 29 and 12"),)
+
+    def step(self, index: int, replies: tuple[str, ...]) -> str | None:
+        return None
+
+    def reward(self, index: int, replies: tuple[str, ...]) -> float:
+        if self.fault == "raises":
+            raise RuntimeError("the task's author made a mistake")
+        threading.Event().wait(1)
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("raises", "the task's author made a mistake"), ("hangs", "no answer within 0.2 s")]
+)
+def test_an_environment_that_fails_costs_its_leases_and_not_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, cause: str
+) -> None:
+    factories = {**base.BUILT_IN, "broken@1": lambda params: Broken(fault)}
+    monkeypatch.setattr(base, "BUILT_IN", factories)
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            prompt = PolicyTokenizer.load(EMBEDDED).prompt_ids(base.load("broken@1").prompt(0))
+            w.trainer.lease_changes = {"environment": "broken@1", "prompt": prompt}
+            node = w.node(environment_seconds=0.2)
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert cause in next(iter(w.trainer.returned.values()))
+            w.trainer.lease_changes = {}
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 1)
+            assert node.failure is None
+
+    trio.run(scenario)
+
+
+# --- engines that fail ---
+
+
+@dataclass
+class Failing:
+    """The real engine, which fails once after so many steps, as a driver does."""
+
+    inner: Engine
+    steps_left: list[int] = field(default_factory=lambda: [20])
+
+    @property
+    def slots(self) -> int:
+        return self.inner.slots
+
+    @property
+    def loaded_root(self) -> bytes | None:
+        return self.inner.loaded_root
+
+    def descriptor(self) -> EngineDescriptor:
+        return self.inner.descriptor()
+
+    def load(self, policy: Path, root: bytes) -> None:
+        self.inner.load(policy, root)
+
+    def open(self, request: SequenceRequest) -> None:
+        self.inner.open(request)
+
+    def step(self) -> tuple[TurnDone, ...]:
+        self.steps_left[0] -= 1
+        if self.steps_left[0] == 0:
+            raise RuntimeError("the device fell off the bus")
+        return self.inner.step()
+
+    def extend(self, key: str, observed: tuple[int, ...], max_new_tokens: int) -> None:
+        self.inner.extend(key, observed, max_new_tokens)
+
+    def finish(self, key: str) -> tuple[bytes, ...]:
+        return self.inner.finish(key)
+
+    def abort(self, key: str) -> None:
+        self.inner.abort(key)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def test_a_broken_engine_is_made_again_and_its_leases_are_given_back(tmp_path: Path) -> None:
+    steps_left = [30]  # the start-up check takes about half of them
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: Failing(make_engine(config), steps_left))
+            said = await node.until_said("engine_failed")
+            assert "the device fell off the bus" in said.text
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert "the engine failed" in next(iter(w.trainer.returned.values()))
+            count = len(w.trainer.traces)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 8)
+            assert node.failure is None
+            digest = list(w.trainer.traces)[-1]
+            assert judged(w.trainer, digest, tmp_path) == ""
+
+    trio.run(scenario)
+
+
+def test_an_engine_that_cannot_be_made_ends_the_node_with_the_reason(tmp_path: Path) -> None:
+    def cannot(config: NodeConfig) -> Engine:
+        raise EngineError("device cuda:7 was asked for, but there is none")
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=cannot)
+            with trio.fail_after(30):
+                await node.ended.wait()
+            assert "cuda:7" in str(node.failure)
+
+    trio.run(scenario)
+
+
+class _OtherTokens(Failing):
+    """An engine that draws with another seed than it is told."""
+
+    def open(self, request: SequenceRequest) -> None:
+        self.inner.open(replace(request, seed=request.seed ^ 1))
+
+
+def test_an_engine_that_draws_other_tokens_does_not_join(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: _OtherTokens(make_engine(config), [0]))
+            with trio.fail_after(30):
+                await node.ended.wait()
+            assert "start-up check of the engine failed" in str(node.failure)
+            assert w.trainer.traces == {}
+
+    trio.run(scenario)
+
+
+def test_a_policy_without_a_tokenizer_is_left_for_the_next(tmp_path: Path) -> None:
+    import shutil
+
+    without = tmp_path / "without"
+    shutil.copytree(EMBEDDED, without)
+    (without / "chat_template.jinja").unlink()
+
+    async def scenario() -> None:
+        async with world(tmp_path, publish=False) as w:
+            w.trainer.publish(without, 0)
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.hellos) == 1)
+            said = await node.until_said("policy_failed")
+            assert "chat_template" in said.text
+            w.trainer.publish(EMBEDDED, 1)
+            await w.trainer.announce(1)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 1)
+            assert node.failure is None
+
+    trio.run(scenario)
