@@ -78,7 +78,7 @@ def every_kind_of_object() -> st.SearchStrategy[type]:
 
 
 @given(cls=every_kind_of_object(), data=st.binary(max_size=400))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_bytes_give_a_value_or_a_decode_error(cls: type, data: bytes) -> None:
     try:
         value = codec.decode(cls, data)
@@ -118,7 +118,7 @@ def test_every_value_survives_the_wire(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_changed_byte_is_refused_or_is_another_value_in_its_own_encoding(data: st.DataObject) -> None:
     cls, good = data.draw(st.sampled_from(EXAMPLES))
     place = data.draw(st.integers(0, len(good) - 1))
