@@ -41,7 +41,7 @@ from trainer.config import TrainerConfig
 from trainer.ledger import GroupState, LeaseState, Ledger, NewSubmission, SlotState, SubmissionRow, SubmissionState
 from trainer.shelf import Shelf
 from trainer.standing import audits_that_count, standing
-from verify.accounting import check_run, check_signature, lease_findings
+from verify.accounting import check_run, lease_findings
 from verify.check import CHEAP, DEAR, cheap_checks, not_reached, unaudited
 from verify.finding import Finding, as_check, first_failure, passed, skipped
 
@@ -184,11 +184,12 @@ class Inbox:
 
     def _place(self, arrival: Arrival, trace: Trace) -> tuple[Finding | None, Lease | None]:
         """Steps 1 to 3 of SPEC 10.1, with what only the ledger knows: the first that fails, and the lease."""
-        signature = check_signature(arrival.signed, trace)
-        if not signature.passed:
-            return signature, None
-        if trace.node != arrival.peer:
-            detail = f"sent by {peer_id(arrival.peer)}, but of {peer_id(trace.node)}"
+        # SPEC 10.1 step 1. `receive` verified that the signer signed; it must be who the trace names and who sent it.
+        if not arrival.signed.signer == trace.node == arrival.peer:
+            detail = (
+                f"sent by {peer_id(arrival.peer)}, signed by {peer_id(arrival.signed.signer)}, names "
+                f"{peer_id(trace.node)}"
+            )
             return Finding("signature", Reason.SIGNATURE, detail), None
         run = check_run(trace, self._notary.run)
         if not run.passed:
@@ -296,11 +297,20 @@ class Examiner:
         self._environments = {
             (share.name, share.parameters): base.load(share.name, share.parameters) for share in environments
         }
+        self._rates: dict[bytes, float] = {}
+        self._states: dict[bytes, GroupState] = {}
+
+    def begin(self) -> None:
+        """A new batch: what was read of the ledger for the last one may have changed."""
+        self._rates.clear()
+        self._states.clear()
 
     def examine(self, row: SubmissionRow) -> Decision:
         """The cheap checks, then the draw."""
         trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
-        if self._ledger.group_state(row.group_id) is GroupState.DROPPED:
+        if row.group_id not in self._states:
+            self._states[row.group_id] = self._ledger.group_state(row.group_id)
+        if self._states[row.group_id] is GroupState.DROPPED:
             return self._unjudged(row, trace, Reason.POLICY_MOVED_ON)
         return self._guarded(row, trace, lambda: self._examine(row, trace))
 
@@ -325,8 +335,10 @@ class Examiner:
 
     def _is_drawn(self, row: SubmissionRow) -> bool:
         """SPEC 10.7. The receipt was signed and handed out before this."""
-        audits = self._ledger.latest_audits(row.node, audits_that_count(self._config))
-        return is_drawn(self._epoch(row.policy_version), row.digest, standing(audits, self._config).rate)
+        if row.node not in self._rates:
+            audits = self._ledger.latest_audits(row.node, audits_that_count(self._config))
+            self._rates[row.node] = standing(audits, self._config).rate
+        return is_drawn(self._epoch(row.policy_version), row.digest, self._rates[row.node])
 
     def conclude(self, row: SubmissionRow) -> Decision:
         """The verdict that follows from an auditor's answer."""
@@ -340,6 +352,9 @@ class Examiner:
             return self._judged(row, trace, result.fault, cheap, dear, verifier=result.verifier, fault=fault)
         failure = first_failure(result.checks)
         reason = None if failure is None else failure.reason
+        if reason is not None:
+            # Not yet in the ledger, but what else this batch holds of the node is audited already.
+            self._rates[row.node] = 1.0
         reward = row.reward if reason is None else None
         return self._judged(
             row, trace, reason, cheap, result.checks, audited=True, reward=reward, verifier=result.verifier

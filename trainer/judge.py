@@ -76,6 +76,7 @@ class Judge:
         return len(decisions)
 
     def _decisions(self) -> list[Decision]:
+        self._examiner.begin()
         waiting = self._ledger.submissions
         decisions = []
         for row in waiting(SubmissionState.AUDITED, _BATCH):

@@ -172,11 +172,15 @@ def report(samples: list[tuple[int, float]], wall: float, cpu: float) -> None:
     steady = [sample for sample in samples if sample[0] >= judged / 4]
     slope = np.polyfit([n for n, _ in steady], [mib for _, mib in steady], 1)[0] if len(steady) > 2 else float("nan")
     rate = judged / cpu
-    print(f"gateway: {judged:,} traces judged in {wall:.1f} s: {judged / wall:.0f} traces/s of wall time")
-    print(f"gateway: {rate:.0f} traces/s of its CPU time (bar {BAR_TRACES_PER_SECOND}), {1000 * cpu / judged:.2f} ms each")
-    print(f"gateway: memory {samples[0][1]:.0f} MiB at first, {steady[0][1]:.0f} after a quarter, {samples[-1][1]:.0f} "
-          f"at the end; slope {1024 * slope:.2f} KiB a trace")  # fmt: skip
-    print(f"gateway: a trace costs as much as {verifications_per_second() / rate:.0f} bare signature verifications")
+    lines = (
+        f"{judged:,} traces judged in {wall:.1f} s: {judged / wall:.0f} traces/s of wall time",
+        f"{rate:.0f} traces/s of its CPU time (bar {BAR_TRACES_PER_SECOND}), {1000 * cpu / judged:.2f} ms each",
+        f"memory {samples[0][1]:.0f} MiB at first, {steady[0][1]:.0f} after a quarter, {samples[-1][1]:.0f} at the end; "
+        f"slope {1024 * slope:.2f} KiB a trace",
+        f"a trace costs as much as {verifications_per_second() / rate:.0f} bare signature verifications",
+    )
+    for line in lines:
+        print(f"gateway: {line}")
 
 
 def verifications_per_second() -> float:

@@ -177,7 +177,7 @@ def test_idle_nodes_ask_less_often_when_there_are_many() -> None:
 def test_a_long_group_is_leased_in_pieces_that_fit_a_lease() -> None:
     config = TrainerConfig(group_size=200, open_groups=2)
     plan = choose(asking(slots=200), situation(), config)
-    assert [len(grant.slots) for grant in plan.grants][0] == limits.MAX_SLOTS_PER_LEASE
+    assert len(plan.grants[0].slots) == limits.MAX_SLOTS_PER_LEASE
     big = GroupView(b"g" * 16, 5, NOW, tuple(slot(i) for i in range(200)))
     pieces = [grant for grant in choose(asking(slots=200), situation(big), config).grants if grant.group_id]
     assert sorted(index for grant in pieces for index in grant.slots) == list(range(200))

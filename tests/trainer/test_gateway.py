@@ -177,13 +177,15 @@ async def test_garbage_instead_of_a_session_ends_that_session_alone(make_run: Ma
 
 @on_trio
 async def test_a_second_session_with_the_same_key_ends_the_first_which_is_told_why(make_run: MakeRun) -> None:
-    async with trainer_at_work(make_run()) as trainer, trainer.node("twin") as first:
-        async with trainer.node("twin") as second:
-            error = await refusal(first, messages.GetLeases(1, (0,)))
-            assert error.code is Code.UNEXPECTED_MESSAGE and "in use on two machines" in str(error)
-            assert await second.leases(1)
-            row = trainer.ledger.view("SELECT connected FROM nodes")[0]
-            assert row["connected"] == 1
+    async with (
+        trainer_at_work(make_run()) as trainer,
+        trainer.node("twin") as first,
+        trainer.node("twin") as second,
+    ):
+        error = await refusal(first, messages.GetLeases(1, (0,)))
+        assert error.code is Code.UNEXPECTED_MESSAGE and "in use on two machines" in str(error)
+        assert await second.leases(1)
+        assert trainer.ledger.view("SELECT connected FROM nodes")[0]["connected"] == 1
 
 
 # --- policies and blobs ---
