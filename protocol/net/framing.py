@@ -106,7 +106,7 @@ async def serve_contained(serve: Callable[[], Awaitable[None]], channel: Channel
     try:
         await serve()
     except (NetError, RemoteError, ChannelClosed) as error:
-        log.info("%s ended: %s", what, error)
+        log.debug("%s ended: %s", what, error)
         channel.abort()
     except Exception:
         log.exception("the handler of %s failed; the stream is reset, the host goes on", what)

@@ -385,7 +385,7 @@ class ContainedSwarm(Swarm):
                 await self._admit(wire, address_group(remote[0]))
         except Refused as error:
             self.counters.refused += 1
-            log.info("refused a connection from %s: %s", remote, error)
+            log.debug("refused a connection from %s: %s", remote, error)
         except Exception as error:  # whatever a stranger's bytes make libp2p raise
             self.counters.failed_handshakes += 1
             log.debug("a handshake failed: %r", error)
@@ -509,7 +509,7 @@ class ContainedHost(BasicHost):
             with trio.move_on_after(_NEGOTIATION_SECONDS):
                 protocol = await multistream.answer(channel, handlers)
         except (multistream.NegotiationFailed, ChannelClosed) as error:
-            log.info("a stream of %s agreed on no protocol: %s", peer, error)
+            log.debug("a stream of %s agreed on no protocol: %s", peer, error)
         handler = handlers.get(protocol)
         if handler is None:
             channel.abort()

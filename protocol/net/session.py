@@ -43,6 +43,8 @@ _HEAD = struct.Struct(">BI")
 MAX_BODY_BYTES = MAX_FRAME_BYTES - _HEAD.size
 _MAX_ID = 0xFFFF_FFFF
 _NOTICES = 64  # received and not yet handled
+MAX_NOTICE_BYTES = 256 * 1024
+_IN_FLIGHT_BYTES = 32 * 1024 * 1024  # bodies of the peer's unanswered requests
 
 
 class Kind(IntEnum):
@@ -77,7 +79,7 @@ class Session:
         self._last_id = 0
         self._sending = trio.Lock()
         self._slots = trio.Semaphore(MAX_IN_FLIGHT_REQUESTS)
-        self._answering: set[int] = set()
+        self._answering: dict[int, int] = {}  # the peer's unanswered requests → bytes of their bodies
         self._ended: str | None = None
         self._closed_here = False
 
@@ -124,7 +126,9 @@ class Session:
                 return self._last_id
 
     async def notify(self, body: bytes) -> None:
-        """Tell, without an answer. Raises DeadlineExceeded or ConnectionLost."""
+        """Tell, without an answer: at most MAX_NOTICE_BYTES. Raises DeadlineExceeded or ConnectionLost."""
+        if len(body) > MAX_NOTICE_BYTES:
+            raise ValueError(f"a notice of {len(body)} bytes is over the limit of {MAX_NOTICE_BYTES}")
         await self._send(Kind.NOTICE, 0, body, "sending a notice")
 
     async def close(self) -> None:
@@ -198,6 +202,8 @@ class Session:
         if kind is Kind.REQUEST:
             await self._take_request(number, body, nursery, on_request)
         elif kind is Kind.NOTICE:
+            if len(body) > MAX_NOTICE_BYTES:
+                raise RemoteError(Code.TOO_LARGE, f"a notice of {len(body)} bytes; the limit is {MAX_NOTICE_BYTES}")
             await notices.send(body)
         else:
             self._take_answer(kind, number, body)
@@ -205,12 +211,12 @@ class Session:
     async def _take_request(self, number: int, body: bytes, nursery: trio.Nursery, on_request: OnRequest) -> None:
         if number in self._answering:
             raise RemoteError(Code.UNEXPECTED_MESSAGE, f"request {number} came twice before it was answered")
-        if len(self._answering) >= MAX_IN_FLIGHT_REQUESTS:
+        if len(self._answering) >= MAX_IN_FLIGHT_REQUESTS or sum(self._answering.values()) > _IN_FLIGHT_BYTES:
             # Answered by the reader itself, so that a flood meets back-pressure.
-            busy = Refused(Code.BUSY, f"more than {MAX_IN_FLIGHT_REQUESTS} requests are unanswered")
+            busy = Refused(Code.BUSY, "too many requests of yours are unanswered: ask again when some are")
             await self._send(Kind.ERROR, number, encode_error(busy), "refusing a request")
             return
-        self._answering.add(number)
+        self._answering[number] = len(body)
         nursery.start_soon(self._answer, number, body, on_request)
 
     async def _answer(self, number: int, body: bytes, on_request: OnRequest) -> None:
@@ -218,9 +224,9 @@ class Session:
             kind, answer = await self._outcome(body, on_request)
             await self._send(kind, number, answer, "sending a reply")
         except NetError as error:
-            log.info("a reply to %s did not leave: %s", identity.peer_id(self.peer), error)
+            log.debug("a reply to %s did not leave: %s", identity.peer_id(self.peer), error)
         finally:
-            self._answering.discard(number)
+            self._answering.pop(number, None)
 
     async def _outcome(self, body: bytes, on_request: OnRequest) -> tuple[Kind, bytes]:
         try:

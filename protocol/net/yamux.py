@@ -35,6 +35,7 @@ INITIAL_WINDOW: Final = 256 * 1024
 WRITE_BYTES: Final = 65_507
 _PACKET_BYTES = WRITE_BYTES + _HEADER.size
 _OUTBOX_BYTES = 4 * _PACKET_BYTES  # what the writer takes at once
+_SMALL_CHUNK_BYTES = 4096
 _ANSWERS_BYTES = 64 * 1024  # unsent acknowledgements, pongs, resets
 _REFUSED_STREAMS = 512  # streams over the limit that one connection may try
 _STALL_SECONDS = 60.0  # the kernel took none of a batch for so long: nobody is there
@@ -106,15 +107,12 @@ class Channel:
 
     async def receive_some(self, most: int) -> bytes:
         """Between 1 and `most` bytes; raises ChannelClosed at the end."""
-        if not self.unread:
-            await self._wait_readable()
-        return self._take(min(most, self.unread))
-
-    async def _wait_readable(self) -> None:
+        await trio.lowlevel.checkpoint()
         while not self.unread:
             self._check_readable()
             self._readable = trio.Event()
             await self._readable.wait()
+        return self._take(min(most, self.unread))
 
     def _check_readable(self) -> None:
         if self._closed is not None:
@@ -202,7 +200,7 @@ class Channel:
 
     def abort(self) -> None:
         if self._closed is None:
-            self.connection.answer(_WINDOW_UPDATE, _RST, self.number, 0)
+            self.connection.post(_HEADER.pack(0, _WINDOW_UPDATE, _RST, self.number, 0))  # behind our own SYN
             self._end("we reset the stream")
         self._drop_unread()
 
@@ -221,7 +219,10 @@ class Channel:
 
     def on_data(self, data: bytes) -> None:
         if data:
-            self._chunks.append(data)
+            if self._chunks and len(self._chunks[-1]) + len(data) <= _SMALL_CHUNK_BYTES:
+                self._chunks[-1] += data  # one object a byte would cost 40 times what is counted
+            else:
+                self._chunks.append(data)
             self.unread += len(data)
             self.window -= len(data)
             if self.unread >= self._wanted:
@@ -384,10 +385,12 @@ class Connection:
         self._outbox_room.unpark_all()
         packets: list[bytes] = []
         gathered: list[bytes] = []
+        size = 0
         for frame in frames:
-            if sum(map(len, gathered)) + len(frame) > _PACKET_BYTES:
+            size += len(frame)
+            if size > _PACKET_BYTES and gathered:
                 packets.append(b"".join(gathered))
-                gathered = []
+                gathered, size = [], len(frame)
             gathered.append(frame)
         return [*packets, b"".join(gathered)] if gathered else packets
 

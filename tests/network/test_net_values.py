@@ -129,6 +129,12 @@ async def test_the_proposing_side_says_what_the_peer_declined() -> None:
         await multistream.propose(Script(multistream.encode("/multistream/9.9.9")), "/a/1")
 
 
+async def test_a_message_over_the_limit_is_refused_by_its_length_alone() -> None:
+    for length, complaint in ((b"\x81\x80\x04", "a message of 65537 bytes"), (b"\xff\xff\xff\x7f", "does not end")):
+        with pytest.raises(multistream.NegotiationFailed, match=complaint):
+            await multistream.answer(Script(HEADER + length), ())
+
+
 @given(st.binary(max_size=300))
 def test_no_bytes_of_a_stranger_raise_anything_but_a_failed_negotiation(data: bytes) -> None:
     for script in (data, HEADER + data):

@@ -225,6 +225,21 @@ async def test_a_flood_of_requests_is_answered_busy(world: World) -> None:
         await answering.close()
 
 
+async def test_large_requests_are_answered_busy_before_they_fill_our_memory(world: World) -> None:
+    async def never(body: bytes) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async with streams(world) as (raw, other), trio.open_nursery() as nursery:
+        answering = Session(other)
+        nursery.start_soon(answering.run, never, ignore)
+        for number in range(1, 11):
+            await raw.send(message(REQUEST, number, bytes(4_000_000)), seconds=10, what="flooding")
+        answer = await raw.receive(seconds=10, what="waiting to be refused")
+        assert decode_error(answer[5:]).code is Code.BUSY
+        await answering.close()
+
+
 @pytest.mark.parametrize(
     ("frame", "code"),
     [
@@ -234,13 +249,14 @@ async def test_a_flood_of_requests_is_answered_busy(world: World) -> None:
         (message(255, 0), Code.MALFORMED),
         (message(REQUEST, 0), Code.MALFORMED),
         (message(NOTICE, 1), Code.MALFORMED),
+        (message(NOTICE, 0, bytes(session_module.MAX_NOTICE_BYTES + 1)), Code.TOO_LARGE),
         (message(REPLY, 7), Code.UNEXPECTED_MESSAGE),
         (message(ERROR, 7, encode_error(RemoteError(Code.BUSY, ""))), Code.UNEXPECTED_MESSAGE),
     ],
 )
 async def test_a_message_that_breaks_the_protocol_ends_the_session(world: World, frame: bytes, code: Code) -> None:
-    async with streams(world) as (raw, other):
-        await raw.send(frame, seconds=5, what="misbehaving")
+    async with streams(world) as (raw, other), trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: raw.send(frame, seconds=5, what="misbehaving"))
         with trio.fail_after(5), pytest.raises(RemoteError) as caught:
             await Session(other).run(shout, ignore)
         assert caught.value.code is code

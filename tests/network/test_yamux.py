@@ -97,6 +97,17 @@ async def test_an_idle_reader_keeps_one_window_and_no_more() -> None:
         nursery.cancel_scope.cancel()
 
 
+async def test_bytes_that_come_one_to_a_frame_are_not_kept_one_to_an_object() -> None:
+    async with connected() as (ours, theirs):
+        one, other = ours.open(), await theirs.accept()
+        for number in range(20_000):
+            await one.send(bytes([number % 256]))
+        await settled()
+        assert other.unread == 20_000
+        assert len(other._chunks) < 10
+        assert await other.receive_exactly(20_000) == bytes(number % 256 for number in range(20_000))
+
+
 async def test_all_channels_of_a_peer_share_one_limit() -> None:
     limit = 8 * MIB
     async with connected(unread_bytes_per_peer=limit) as (ours, theirs), trio.open_nursery() as nursery:
@@ -135,6 +146,25 @@ async def test_the_peer_that_hoards_most_goes_when_all_together_are_over_the_lim
         assert large.closed.is_set() and not small.closed.is_set()
         assert shared.total == small.unread == INITIAL_WINDOW
         nursery.cancel_scope.cancel()
+
+
+async def test_streams_over_the_limit_are_reset_and_a_flood_of_them_ends_the_connection() -> None:
+    async with connected(streams_per_peer=3) as (ours, theirs):
+        channels = [ours.open() for _ in range(5)]
+        await settled()
+        assert theirs.channels == 3
+        for refused in channels[3:]:
+            with pytest.raises(ChannelClosed, match="the peer reset the stream"):
+                await refused.receive_exactly(1)
+        await channels[0].close()
+        await (await theirs.accept()).close()
+        ours.open()  # a place is free again
+        await settled()
+        assert theirs.channels == 3
+        for _ in range(600):
+            ours.open()
+        await settled()
+        assert theirs.closed.is_set()
 
 
 async def test_what_came_before_the_end_can_still_be_read() -> None:
