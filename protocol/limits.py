@@ -13,6 +13,7 @@ PROTOCOL_VERSION: Final = (1, 0)
 # --- framing and session ---
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024 + 64 * 1024  # one blob and its header
 MAX_IN_FLIGHT_REQUESTS: Final = 64  # unanswered requests of one session
+MAX_NOTICE_BYTES: Final = 256 * 1024  # body of a notice: many may wait to be handled
 HEARTBEAT_SECONDS: Final = 10
 SESSION_SILENCE_SECONDS: Final = 45  # no frame for so long: the session is dead
 REQUEST_SECONDS: Final = 30  # deadline of one request

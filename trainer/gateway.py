@@ -40,7 +40,7 @@ from protocol.errors import (
 )
 from protocol.identity import Identity, peer_id
 from protocol.messages import Version
-from protocol.net.base import Host, Stream
+from protocol.net.base import Address, Host, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest, describe
 from protocol.run import RunAddress
@@ -408,8 +408,11 @@ class Gateway:
             self._nursery.start_soon(self._announce, visit, signed)
 
     async def _announce(self, visit: Visit, manifest: Signed) -> None:
+        body = messages.pack(messages.Announce(manifest))
+        if len(body) > limits.MAX_NOTICE_BYTES:
+            return  # a policy of many blobs: nodes learn of it with their next heartbeat
         try:
-            await visit.session.notify(messages.pack(messages.Announce(manifest)))
+            await visit.session.notify(body)
         except NetError as error:
             log.info("policy not announced to %s: %s", peer_id(visit.node), error)
 
@@ -530,12 +533,11 @@ def listen_address(run: Run) -> str:
     wanted = run.config.listen
     if not wanted.endswith("/tcp/0"):
         return wanted
-    try:
-        before = RunAddress.parse(run.folder.address.read_text(encoding="utf-8")).multiaddr
-    except (OSError, UsageError):
-        return wanted
     _, family, host, _, _ = wanted.split("/")
-    port = int(before.rpartition("/")[2])
+    try:
+        port = int(run.folder.port.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return wanted
     return f"/{family}/{host}/tcp/{port}" if _is_free(family, host, port) else wanted
 
 
@@ -549,7 +551,8 @@ def _is_free(family: str, host: str, port: int) -> bool:
         return True
 
 
-def write_address(run: Run, address: RunAddress) -> None:
+def write_address(run: Run, address: RunAddress, host: Host) -> None:
+    run.folder.port.write_text(f"{Address.parse(host.addresses[0]).port}\n", encoding="ascii")
     beside = run.folder.address.with_suffix(".new")
     beside.write_text(f"{address}\n", encoding="utf-8")
     beside.replace(run.folder.address)
@@ -562,7 +565,7 @@ async def serve(run: Run) -> None:
     with open_office(run) as office:
         async with open_host(office.signer, listen=(listen_address(run),)) as host:
             address = public_address(run, host)
-            write_address(run, address)
+            write_address(run, address, host)
             say("gateway", f"rlnode join {address}")
             await Gateway(office).run(host)
 

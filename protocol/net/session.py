@@ -31,6 +31,7 @@ from protocol.errors import (
 from protocol.limits import (
     MAX_FRAME_BYTES,
     MAX_IN_FLIGHT_REQUESTS,
+    MAX_NOTICE_BYTES,
     MAX_TEXT_CHARACTERS,
     REQUEST_SECONDS,
     SESSION_SILENCE_SECONDS,
@@ -43,7 +44,6 @@ _HEAD = struct.Struct(">BI")
 MAX_BODY_BYTES = MAX_FRAME_BYTES - _HEAD.size
 _MAX_ID = 0xFFFF_FFFF
 _NOTICES = 64  # received and not yet handled
-MAX_NOTICE_BYTES = 256 * 1024
 _IN_FLIGHT_BYTES = 32 * 1024 * 1024  # bodies of the peer's unanswered requests
 
 
