@@ -107,7 +107,8 @@ def test_a_lease_that_cannot_be_done_in_time_is_given_back_at_once(tmp_path: Pat
             await w.trainer.until(lambda: len(w.trainer.traces) >= 8)
             w.trainer.lease_seconds = 0.001
             await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
-            assert "a completion takes about" in next(iter(w.trainer.returned.values()))
+            causes = set(w.trainer.returned.values())
+            assert all("a completion takes about" in cause or "deadline passed" in cause for cause in causes)
 
     trio.run(scenario)
 
