@@ -22,7 +22,7 @@ MAX_CLOCK_SKEW_SECONDS: Final = 300
 # --- policy ---
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_POLICY_FILES: Final = 256
-MAX_POLICY_BLOBS: Final = 262_144  # 1 TiB of weights
+MAX_POLICY_BLOBS: Final = 262_144  # of one file; all together MAX_MANIFEST_BYTES ends at about 300 GiB
 MAX_MANIFEST_BYTES: Final = 4 * 1024 * 1024
 MAX_NAME_CHARACTERS: Final = 256
 

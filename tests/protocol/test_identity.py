@@ -85,6 +85,16 @@ def test_an_unreadable_key_file_is_a_clear_error(who: Identity, tmp_path: Path) 
     assert done.stdout.startswith("KeyFileError cannot read the key file"), done
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_key_file_its_owner_may_not_read_is_a_clear_error(who: Identity, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    save_identity(who, path)
+    path.chmod(0)
+
+    with pytest.raises(KeyFileError, match="cannot read the key file"):
+        load_identity(path)
+
+
 @pytest.mark.parametrize("garbage", [b"", b"hello\n", b"00" * 31, b"00" * 33, b"\xff\xfe", b"zz" * 32])
 def test_a_file_that_is_no_key_is_refused(garbage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "key"
