@@ -237,7 +237,5 @@ def check_manifest(manifest: Manifest) -> None:
         raise DecodeError(Code.MALFORMED, "the manifest's files are not sorted or not distinct")
     for file in manifest.files:
         whole = file.blobs[:-1]
-        if any(blob.length != limits.MAX_BLOB_BYTES for blob in whole) or any(
-            not b.length for b in file.blobs
-        ):
+        if any(blob.length != limits.MAX_BLOB_BYTES for blob in whole) or any(not b.length for b in file.blobs):
             raise DecodeError(Code.MALFORMED, f"the blobs of {file.name} are not cut at 4 MiB")

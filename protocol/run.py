@@ -58,9 +58,7 @@ def open_genesis(signed: Signed, *, run: bytes, trainer: bytes | None = None) ->
     Raises SignatureError or DecodeError (WRONG_RUN, or MALFORMED as `check_genesis`).
     """
     if run_id(signed) != run:
-        raise DecodeError(
-            Code.WRONG_RUN, f"this genesis is of run {run_id(signed).hex()[:16]}…, not {run.hex()[:16]}…"
-        )
+        raise DecodeError(Code.WRONG_RUN, f"this genesis is of run {run_id(signed).hex()[:16]}…, not {run.hex()[:16]}…")
     genesis = unseal(Genesis, signed, signer=trainer)
     if genesis.trainer != signed.signer:
         raise DecodeError(Code.MALFORMED, "the genesis names another trainer than the one that signed it")

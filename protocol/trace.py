@@ -53,9 +53,7 @@ class Trace:
     tokens: Annotated[tuple[int, ...], codec.Tokens(limits.MAX_TRACE_TOKENS)]
     spans: Annotated[tuple[Span, ...], codec.Many(codec.Object(Span), limits.MAX_SPANS)]
     logprobs: Annotated[tuple[float, ...], codec.Floats(limits.MAX_TRACE_TOKENS)]  # one a generated token
-    proofs: Annotated[
-        tuple[bytes, ...], codec.Many(codec.Bytes(0, 2 + 2 * limits.PROOF_TOP_K), limits.MAX_PROOFS)
-    ]
+    proofs: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(0, 2 + 2 * limits.PROOF_TOP_K), limits.MAX_PROOFS)]
     reward: Annotated[float, codec.Real()]  # telemetry: the trainer computes its own
     engine: Annotated[EngineDescriptor, codec.Object(EngineDescriptor)]
     started_ms: Annotated[int, codec.UInt()]
