@@ -83,7 +83,7 @@ def _port(text: str, port: str) -> int:
 class HostLimits:
     """What strangers may cost us. Each side chooses its own; defaults fit a machine with 1 GiB to spare."""
 
-    connections: int = 1_000  # live connections, both directions
+    connections: int = 1_000  # inbound and live
     connections_per_address: int = 64  # one IPv4 address or IPv6 /64: a household, a campus NAT
     connections_per_peer: int = 4  # a restarted peer's old connection may linger beside its new one
     handshakes: int = 512  # not yet authenticated, all addresses
