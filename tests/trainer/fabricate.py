@@ -44,7 +44,7 @@ NOW = 1_700_000_000_000
 def make_run(path: Path, template: Path | None = None, **settings: Any) -> tuple[Run, Ledger]:
     """A new run of the embedded policy on tools8@1. Copied from `template`, a run made before, where given: a
     fresh one spends most of a second on its audit chain."""
-    config = TrainerConfig(max_turn_tokens=14, max_tokens=MAX_TOKENS, **settings)
+    config = TrainerConfig(**{"max_turn_tokens": 14, "max_tokens": MAX_TOKENS, **settings})
     if template is None:
         shares = (EnvironmentShare(ENVIRONMENT, "", 1),)
         run = init_run(path, name="test", policy="embedded", environments=shares, config=config)
