@@ -7,6 +7,8 @@ Not here: starting and watching them (serve.py).
 from __future__ import annotations
 
 import _thread
+import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +17,8 @@ from typing import Final
 from trainer.ledger import Ledger
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
+
+END_SECONDS: Final = 10.0  # after an interruption; the parent, where it lives, is less patient
 
 
 def now_ms() -> int:
@@ -28,12 +32,18 @@ def say(name: str, text: str) -> None:
 
 def end_with_parent() -> None:
     """Raise KeyboardInterrupt in the main thread once stdin ends: the parent holds the other end of it, so this
-    also comes when the parent is killed. Whatever the main thread is doing must bear being cut off."""
+    also comes when the parent is killed. Whatever the main thread is doing must bear being cut off; what does not
+    end then is ended."""
+    # A process that a script started in the background inherits SIGINT ignored, and would not be interrupted.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not sys.stdin: a thread that waits inside it aborts the interpreter when the main thread ends by itself.
+        while os.read(0, 4096):
             pass
         _thread.interrupt_main()
+        time.sleep(END_SECONDS)
+        os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
