@@ -34,14 +34,14 @@ def sharded(tmp_path: Path) -> Path:
 
 def test_the_new_policy_keeps_the_sharding_and_every_other_file_byte_for_byte(sharded: Path, tmp_path: Path) -> None:
     target = tmp_path / "new"
-    root = write_policy(sharded, target, {"b.weight": torch.full((4,), 1.00390625)})
+    root = write_policy(sharded, target, {"b.weight": torch.full((4,), 2.0078125)})
     assert root == policy_root(target) != policy_root(sharded)
     assert {path.name for path in target.iterdir()} == {path.name for path in sharded.iterdir()} - {"notes.md"}
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"):
         assert (target / name).read_bytes() == (sharded / name).read_bytes()
     second = load_file(target / "model-00002-of-00002.safetensors")
-    # 1 + 2^-8 lies between two bfloat16 numbers and rounds to the even one.
-    assert second["b.weight"].dtype == torch.bfloat16 and second["b.weight"].tolist() == [1.0] * 4
+    # 2 + 2^-7 lies between two bfloat16 numbers and rounds to the even one.
+    assert second["b.weight"].dtype == torch.bfloat16 and second["b.weight"].tolist() == [2.0] * 4
     assert second["steps"].tolist() == [7]
 
 
