@@ -200,7 +200,8 @@ def serve(path: Path, *, as_json: bool = False) -> int:
     load_secrets(run)
     run.folder.logs.mkdir(exist_ok=True)
     with locked(run), _Stopping() as stopping:
-        run.folder.page.unlink(missing_ok=True)
+        for of_an_earlier_time in (run.folder.page, run.folder.address):
+            of_an_earlier_time.unlink(missing_ok=True)
         ledger = Ledger(run.folder.ledger)
         supervisor = Supervisor(run, ledger, children_of(run))
         screen = _screen(run, as_json)

@@ -131,7 +131,10 @@ def measure(traces: int, nodes: int) -> int:
         for child in children:
             assert child.stdin is not None
             child.stdin.close()
-            child.wait(timeout=30)
+            try:
+                child.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                child.kill()
         shutil.rmtree(folder)
 
 
@@ -175,8 +178,8 @@ def report(samples: list[tuple[int, float]], wall: float, cpu: float) -> None:
     lines = (
         f"{judged:,} traces judged in {wall:.1f} s: {judged / wall:.0f} traces/s of wall time",
         f"{rate:.0f} traces/s of its CPU time (bar {BAR_TRACES_PER_SECOND}), {1000 * cpu / judged:.2f} ms each",
-        f"memory {samples[0][1]:.0f} MiB at first, {steady[0][1]:.0f} after a quarter, {samples[-1][1]:.0f} at the end; "
-        f"slope {1024 * slope:.2f} KiB a trace",
+        f"memory {samples[0][1]:.0f} MiB at first, {steady[0][1]:.0f} after a quarter, {samples[-1][1]:.0f} at the "
+        f"end; slope {1024 * slope:.2f} KiB a trace",
         f"a trace costs as much as {verifications_per_second() / rate:.0f} bare signature verifications",
     )
     for line in lines:

@@ -1,0 +1,20 @@
+"""A child for test_serve.py: does what its first argument says, and ends with its parent as the real ones do."""
+
+import sys
+import time
+from pathlib import Path
+
+from trainer.child import end_with_parent
+
+mode, mark = sys.argv[1], Path(sys.argv[2])
+end_with_parent()
+if mode == "crash":
+    print("something broke: the reason", file=sys.stderr)
+    sys.exit(7)
+if mode == "deaf":
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+mark.write_text("running")
+while True:
+    time.sleep(0.05)

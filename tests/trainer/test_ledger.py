@@ -1,0 +1,235 @@
+"""The record of a run: atomic, durable, and shared by several processes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import StorageError, UsageError
+from trainer.ledger import (
+    GroupRow,
+    GroupState,
+    LeaseState,
+    Ledger,
+    NewSubmission,
+    SlotState,
+    SubmissionState,
+)
+
+NODE, OTHER = b"N" * 32, b"O" * 32
+GROUP = b"G" * 16
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    made = Ledger.create(tmp_path / "ledger.sqlite")
+    made.add_policy(0, b"r" * 32, 1)
+    for node in (NODE, OTHER):
+        made.see_node(node, 1, "test", "test")
+    return made
+
+
+def add_group(ledger: Ledger, group_id: bytes = GROUP, version: int = 0) -> None:
+    ledger.add_group(GroupRow(group_id, "tools8@1", "", 2**64 - 1, version, 2, (1, 2, 3), 14, 5), [2**64 - 1, 7])
+
+
+def submit(ledger: Ledger, slot: int, *, lease: bytes = b"L" * 16, node: bytes = NODE, group: bytes = GROUP) -> bytes:
+    digest = bytes([slot]) * 16 + node[:16]
+    new = NewSubmission(digest, lease, group, slot, node, 0, 10, b"trace", 30)
+    with ledger.write():
+        ledger.add_submission(new, ledger.next_sequence(), b"receipt")
+    return digest
+
+
+def judge(ledger: Ledger, digest: bytes, state: SubmissionState, *, audited: bool = False, reward: float = 1.0) -> None:
+    row = ledger.submission(digest)
+    assert row is not None
+    reason = None if state is SubmissionState.ACCEPTED else "MARGIN"
+    ledger.judge(
+        row, state=state, reason=reason, audited=audited, reward=reward, checks=b"", verdict=b"v", judged_ms=20
+    )
+
+
+def test_numbers_of_64_bits_survive(ledger: Ledger) -> None:
+    add_group(ledger)
+    found = ledger.group(GROUP)
+    assert found is not None and found[0].task_index == 2**64 - 1 and found[0].prompt == (1, 2, 3)
+    assert ledger.slots_of(GROUP)[0].seed == 2**64 - 1
+
+
+def test_a_group_is_complete_when_its_last_slot_is_accepted(ledger: Ledger) -> None:
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    judge(ledger, submit(ledger, 0), SubmissionState.ACCEPTED, reward=0.0)
+    assert ledger.count_groups(GroupState.COMPLETE) == 0
+    assert ledger.lease(b"L" * 16) == (NODE, b"signed", LeaseState.OPEN)
+    judge(ledger, submit(ledger, 1), SubmissionState.ACCEPTED)
+    assert ledger.count_groups(GroupState.COMPLETE) == 1 and ledger.count_informative() == 1
+    lease = ledger.lease(b"L" * 16)
+    assert lease is not None and lease[2] is LeaseState.CLOSED
+
+
+def test_a_refused_slot_is_free_again_with_its_seed_and_remembers_who_was_refused(ledger: Ledger) -> None:
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 100)
+    judge(ledger, submit(ledger, 0), SubmissionState.REFUSED)
+    slot = ledger.slots_of(GROUP)[0]
+    assert (slot.state, slot.node, slot.seed, slot.attempts) == (SlotState.FREE, None, 2**64 - 1, 1)
+    assert ledger.refused_answers() == [(GROUP, 0, NODE)]
+
+
+def test_a_verdict_on_a_copy_does_not_touch_the_one_on_the_original(ledger: Ledger) -> None:
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 100)
+    digest = submit(ledger, 0)
+    judge(ledger, digest, SubmissionState.ACCEPTED)
+    ledger.add_verdict(OTHER, digest, SubmissionState.REFUSED, "SIGNATURE", False, 30, b"refusal")
+    assert ledger.verdict(digest, NODE) == b"v" and ledger.verdict(digest, OTHER) == b"refusal"
+    assert ledger.receipt(digest, OTHER) is None
+    counts = {row["node"]: (row["accepted"], row["refused"]) for row in ledger.view("SELECT * FROM nodes")}
+    assert counts == {NODE: (1, 0), OTHER: (0, 1)}
+
+
+def test_the_latest_audits_of_a_node_come_newest_first(ledger: Ledger) -> None:
+    for number, outcome in enumerate(
+        (SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED, SubmissionState.ACCEPTED)
+    ):
+        ledger.add_verdict(NODE, bytes([number]) * 32, outcome, None, True, number, b"")
+    ledger.add_verdict(NODE, b"u" * 32, SubmissionState.REFUSED, "STRUCTURE", False, 9, b"")
+    assert ledger.latest_audits(NODE, 10) == [True, False, True]
+    assert ledger.latest_audits(NODE, 1) == [True]
+    assert ledger.latest_audits(OTHER, 10) == []
+
+
+def test_bodies_of_old_traces_are_forgotten_and_everything_else_is_kept(ledger: Ledger) -> None:
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    digests = [submit(ledger, slot) for slot in (0, 1)]
+    for digest in digests:
+        judge(ledger, digest, SubmissionState.ACCEPTED)
+    assert ledger.prune_traces(keep=0) == 0, "a complete group is still to be learned from"
+    ledger.drop_group(GROUP, "stale")
+    assert ledger.prune_traces(keep=1) == 1
+    assert ledger.prune_traces(keep=0) == 1
+    assert [row["trace"] for row in ledger.view("SELECT trace FROM submissions")] == [None, None]
+    assert ledger.verdict(digests[0], NODE) == b"v"
+
+
+def test_stale_groups_are_dropped_with_the_cause(ledger: Ledger) -> None:
+    add_group(ledger, b"a" * 16, version=0)
+    add_group(ledger, b"b" * 16, version=3)
+    assert ledger.drop_stale_groups(3, "older than 8 policy versions") == 1
+    assert [row.group_id for row in ledger.open_groups()] == [b"b" * 16]
+    assert ledger.view("SELECT cause FROM groups WHERE state = 'DROPPED'") == [
+        {"cause": "older than 8 policy versions"}
+    ]
+
+
+# --- crashes and full disks ---
+
+
+def test_a_part_that_raises_is_undone_alone(ledger: Ledger) -> None:
+    with ledger.write():
+        ledger.add_event(1, "kept", "before")
+        with pytest.raises(ZeroDivisionError), ledger.part():
+            ledger.add_event(1, "undone", "")
+            raise ZeroDivisionError
+        ledger.add_event(1, "kept", "after")
+    assert [row["text"] for row in ledger.view("SELECT text FROM events")] == ["before", "after"]
+
+
+def test_a_transaction_that_raises_leaves_nothing(ledger: Ledger) -> None:
+    with pytest.raises(ZeroDivisionError), ledger.write():
+        ledger.add_event(1, "undone", "")
+        raise ZeroDivisionError
+    assert ledger.view("SELECT * FROM events") == []
+
+
+@pytest.mark.parametrize("round_", range(3))
+def test_a_writer_killed_at_any_point_loses_nothing_it_acknowledged(
+    ledger: Ledger, tmp_path: Path, round_: int
+) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "ledger_writer.py"), str(tmp_path / "ledger.sqlite")],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert writer.stdout is not None
+    acknowledged = [int(writer.stdout.readline()) for _ in range(5 + 7 * round_)]
+    writer.kill()  # in the middle of the next transaction, wherever that is
+    acknowledged += [int(line) for line in writer.stdout.read().split()]
+    writer.wait()
+    writer.stdout.close()
+    rows = ledger.view("SELECT at_ms, kind FROM events ORDER BY id")
+    first = [row["at_ms"] for row in rows if row["kind"] == "first"]
+    second = [row["at_ms"] for row in rows if row["kind"] == "second"]
+    assert first == second, "no half transaction"
+    assert first[: len(acknowledged)] == acknowledged
+    assert len(first) <= len(acknowledged) + 1
+    ledger.add_event(1, "after", "the ledger goes on")
+
+
+def test_a_full_disk_is_a_storage_error_that_leaves_nothing_half_done(ledger: Ledger) -> None:
+    pages = ledger.view("PRAGMA page_count")[0]["page_count"]
+    ledger.view(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(StorageError, match="full"), ledger.write():
+        for number in range(100):
+            with ledger.part():
+                ledger.add_event(number, "big", "x" * 1_000)
+    assert ledger.view("SELECT * FROM events") == []
+    ledger.view("PRAGMA max_page_count = 100000")
+    ledger.add_event(1, "small", "there is room again")
+    assert len(ledger.view("SELECT * FROM events")) == 1
+
+
+def test_another_connection_sees_that_something_changed(ledger: Ledger, tmp_path: Path) -> None:
+    other = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    before = other.change_counter()
+    assert other.change_counter() == before
+    ledger.add_event(1, "news", "")
+    assert other.change_counter() != before
+    other.close()
+
+
+def test_a_read_only_connection_cannot_write(ledger: Ledger, tmp_path: Path) -> None:
+    other = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    with pytest.raises(StorageError, match="readonly"):
+        other.add_event(1, "news", "")
+    other.close()
+
+
+def test_a_writer_waits_for_another_process_transaction(ledger: Ledger, tmp_path: Path) -> None:
+    other = Ledger(tmp_path / "ledger.sqlite")
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with other.write():
+            other.add_event(1, "held", "")
+            inside.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(10)
+    timer = threading.Timer(0.1, leave.set)
+    timer.start()
+    ledger.add_event(2, "waited", "")
+    holder.join()
+    assert [row["kind"] for row in ledger.view("SELECT kind FROM events ORDER BY id")] == ["held", "waited"]
+    other.close()
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -> None:
+    database = sqlite3.connect(tmp_path / "ledger.sqlite")
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    with pytest.raises(UsageError, match="format 99, this rlcommons reads 1"):
+        Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(UsageError, match="rltrainer init"):
+        Ledger(tmp_path / "none.sqlite")
