@@ -57,7 +57,6 @@ class NodeConfig:
     blobs_in_flight: int = 4  # fills a link of 100 Mbit/s at 200 ms; 4 blobs are 16 MiB of memory
     blob_seconds: float = 120.0  # 4 MiB in this time is 280 kbit/s: slower is as good as stalled
     submits_in_flight: int = 8  # hides the round trip; a trace is at most 3 MiB
-    max_unsent: int = 2_000  # traces waiting for the trainer before the node stops asking for leases
 
     # --- environments ---
     environment_threads: int = 4  # steps run beside the engine, so that a slow tool stalls one slot only

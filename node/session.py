@@ -280,20 +280,28 @@ class TrainerLink:
             if not room or not versions:
                 await changed.wait()
                 continue
-            request = messages.GetLeases(min(room, 4096), versions)
             try:
-                reply = await self._ask(session, request, messages.LeasesReply, "asking for leases")
+                reply = await self._take_leases(session, messages.GetLeases(min(room, 4096), versions))
             except Refused as error:
                 if error.code not in LATER:
                     raise
                 # Not the same question again: by then room and versions are others.
                 reply = messages.LeasesReply((), int(next(delays) * 1000), str(error))
-            for signed in reply.leases:
-                await self._worker.take(signed)
             if reply.leases:
                 delays = backoff(self._random)
             else:
                 await self._wait_for_leases(reply, versions)
+
+    async def _take_leases(self, session: Session, request: messages.GetLeases) -> messages.LeasesReply:
+        self._worker.asking = True
+        try:
+            reply = await self._ask(session, request, messages.LeasesReply, "asking for leases")
+            for signed in reply.leases:
+                await self._worker.take(signed)
+            return reply
+        finally:
+            self._worker.asking = False
+            self._worker.wake()
 
     async def _wait_for_leases(self, reply: messages.LeasesReply, versions: tuple[int, ...]) -> None:
         if reply.cause and reply.cause != self._last_cause:

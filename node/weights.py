@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _STORAGE_RETRY_SECONDS: Final = 5.0
 _STORAGE_TRIES_PER_WORD: Final = 12  # a minute
+_WORTH_TELLING_SECONDS: Final = 2.0  # small policies come every second or two
 _NOT_FOUND_TRIES: Final = 3  # then the policy is gone from the source: a newer one is out
 
 
@@ -281,4 +282,5 @@ class PolicyFollower:
             f"{seconds:.1f} s ({size_text(int(fetched / max(seconds, 0.001)))}/s)"
         )
         values = {"version": manifest.version, "root": manifest.root.hex(), "bytes": fetched, "seconds": seconds}
-        self._report(Event("policy_fetched", text, Level.INFO, values))
+        level = Level.INFO if seconds > _WORTH_TELLING_SECONDS else Level.DETAIL
+        self._report(Event("policy_fetched", text, level, values))

@@ -101,6 +101,7 @@ class Worker:
         self.wants_leases = trio.Event()  # set when there may be room for more
         self.has_news = trio.Event()  # set when there is something to send
         self.trainer_software = "the trainer"
+        self.asking = False  # an answer to a request for leases is awaited
         self.described = trio.Event()  # set once `descriptor` is known
         self.descriptor: EngineDescriptor | None = None
         self._terms = terms
@@ -134,19 +135,23 @@ class Worker:
             self.wake()
 
     def room(self) -> int:
-        """Slots to ask leases for. Asked in lots: when half of what should wait here is gone."""
+        """Slots to ask leases for. Asked in lots: when half of what should wait here is gone. Traces that wait
+        for a slow trainer count as well, or they would grow stale here."""
         if self._next is None or self._engine is None or self._stopping or self._disk_full:
             return 0
-        if trio.current_time() < self._paused_until or len(self._store.unsent) >= self._config.max_unsent:
+        if trio.current_time() < self._paused_until:
             return 0
         slots = self._engine.slots
         ahead = math.ceil(slots * self._config.prefetch)
-        missing = slots + ahead - self.book.drawing() - self.book.waiting()
+        backlog = max(0, len(self._store.unsent) - slots)
+        missing = slots + ahead - self.book.drawing() - self.book.waiting() - backlog
         return missing if missing >= max(1, ahead // 2) else 0
 
     def versions(self) -> tuple[int, ...]:
-        """Policy versions to ask leases for: the newest alone, so that the engine drains towards it."""
-        return () if self._next is None else (self._next.version,)
+        """Policy versions to ask leases for: the newest, and the one in the engine, whose groups others may not
+        be able to finish."""
+        named = {held.version for held in (self._loaded, self._next) if held is not None}
+        return tuple(sorted(named))
 
     def versions_in_use(self) -> frozenset[int]:
         loaded = frozenset() if self._loaded is None else frozenset([self._loaded.version])
@@ -198,7 +203,8 @@ class Worker:
         self.book.give_back(lease.lease_id, cause[: limits.MAX_TEXT_CHARACTERS])
         for key in [each for each in self._running if each.startswith(lease.lease_id.hex())]:
             self._running[key].cancel()
-        self._say("lease_returned", f"gave a lease back: {cause}", Level.WARNING, lease=lease.lease_id.hex())
+        level = Level.DETAIL if self._stopping else Level.WARNING
+        self._say("lease_returned", f"gave a lease back: {cause}", level, lease=lease.lease_id.hex())
         self.wake()
 
     def _pause(self) -> None:
@@ -326,20 +332,29 @@ class Worker:
         self._status.leases_waiting = self.book.waiting()
         self._status.unsent = len(self._store.unsent)
 
+    def _due(self) -> HeldPolicy | None:
+        """The policy to load now: the next one that something is leased under, else the newest; None to go on
+        with the one that is loaded."""
+        loaded = -1 if self._loaded is None else self._loaded.version
+        # Leases on their way may be for the present one.
+        if self._stopping or self._running or self.asking or self.book.waiting(loaded):
+            return None
+        leased = [version for version in self.book.versions() if version > loaded and version in self._store.held]
+        if leased:
+            return self._store.held[min(leased)]
+        return self._next if self._next is not None and self._next.version > loaded else None
+
     async def _swap_if_due(self, engine: EngineThread) -> None:
-        """Load the newest policy once nothing leased under the present one is left to draw."""
-        target, loaded = self._next, self._loaded
-        if target is None or (loaded is not None and loaded.version >= target.version):
-            return
-        if self._running or (loaded is not None and self.book.waiting(loaded.version)):
+        """Change the policy in the engine once nothing leased under the present one is left to draw."""
+        target, loaded = self._due(), self._loaded
+        if target is None:
             return
         self._status.state = f"loading policy {target.version}"
         began = trio.current_time()
         try:
             await engine.call(lambda each: each.load(target.folder, target.root))
         except PolicyError as error:
-            self._next = loaded  # nothing can be drawn with it: the next version may be better
-            self._say("policy_failed", f"policy {target.version} cannot be used: {error}", Level.ERROR)
+            self._unusable(target, str(error))
             return
         # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
         if await engine.call(lambda each: each.loaded_root) != target.root:
@@ -347,6 +362,13 @@ class Worker:
         if loaded is None:
             await self._probe(engine, target)
         await self._swapped(target, trio.current_time() - began)
+
+    def _unusable(self, target: HeldPolicy, why: str) -> None:
+        """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""
+        self._next, self._loaded = self._loaded, None
+        self.book.give_back_all(f"policy {target.version} cannot be used here: {why}", version=target.version)
+        self._say("policy_failed", f"policy {target.version} cannot be used: {why}", Level.ERROR)
+        self.wake()
 
     async def _swapped(self, target: HeldPolicy, seconds: float) -> None:
         self._loaded = target
