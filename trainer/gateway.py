@@ -53,14 +53,17 @@ from trainer.leasing import Leasing
 from trainer.ledger import Ledger
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run
 from trainer.shelf import Shelf, read_blob
+from trainer.stock import Stock
 from verify.thresholds import limits_for
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
+STOCK_SECONDS: Final = 5.0  # nodes are answered without tasks after this
 TIDY_SECONDS: Final = 1.0
 PRUNE_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
+STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
 MANIFEST_DAYS: Final = 30  # a manifest is valid so long, and signed anew at half time
 DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 REQUESTS_PER_NODE: Final = 32  # of one node in work at once
@@ -110,10 +113,14 @@ def open_office(run: Run) -> Iterator[Office]:
     notary = Notary(run.run, signer, software())
     inbox = Inbox(writing, notary)
     examiner = Examiner(judging, notary, shelf, chain, run.config, run.genesis.environments)
-    leasing = Leasing(run, writing, signer, secrets.seeds, shelf)
+    stock = Stock(
+        secrets.seeds, run.genesis.environments, writing.groups_made(), lambda: shelf.reading(shelf.latest).tokenizer
+    )
+    leasing = Leasing(run, writing, signer, secrets.seeds, shelf, stock)
     failures: list[BaseException] = []
     try:
-        with Clerk(writing) as clerk, Judge(judging, examiner, inbox, clerk, failures.append) as judge:
+        with stock, Clerk(writing) as clerk, Judge(judging, examiner, inbox, clerk, failures.append) as judge:
+            stock.wait_ready(STOCK_SECONDS)
             yield Office(run, signer, reading, writing, shelf, clerk, judge, inbox, leasing, failures)
         writing.lose_node()
     finally:
@@ -126,9 +133,10 @@ def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None
     for version, root in ledger.unsigned_policies():
         if run.folder.policy(version).is_dir():
             ledger.set_manifest(version, codec.encode(sign_manifest(run, signer, version, root)))
-    for version, raw in ledger.manifests():
-        if run.folder.policy(version).is_dir():
-            signed = codec.decode(Signed, raw)
+    for version in run.folder.versions():
+        found = ledger.policy(version)
+        if found is not None and found[2] is not None:
+            signed = codec.decode(Signed, found[2])
             shelf.put(signed, codec.decode(Manifest, signed.payload))
     latest = ledger.policy()
     if latest is None or shelf.root(latest[0]) is None:
@@ -293,6 +301,7 @@ class Gateway:
         self._blob_streams: Counter[bytes] = Counter()
         self._reading = trio.CapacityLimiter(BLOBS_READ_AT_ONCE)
         self._closed_because = ""
+        self._failed_at = -STORAGE_SECONDS
         self._nursery: trio.Nursery | None = None
 
     async def run(self, host: Host, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
@@ -491,7 +500,9 @@ class Gateway:
 
     def storage_failed(self, cause: str) -> None:
         """The ledger could not be written: say so; whoever waited was answered BUSY and asks again."""
-        say("gateway", cause)
+        if trio.current_time() - self._failed_at > STORAGE_SECONDS:
+            self._failed_at = trio.current_time()
+            say("gateway", cause)
 
     def _event(self, kind: str, text: str) -> None:
         at_ms = now_ms()

@@ -20,6 +20,7 @@ from trainer.ledger import Ledger, SubmissionState
 
 _BATCH: Final = 64  # submissions decided before their verdicts are written
 _LOOK_SECONDS: Final = 1.0  # also looked at without being woken
+_END_SECONDS: Final = 2.0  # an environment that hangs does not hold up the end
 _STORAGE_SECONDS: Final = 1.0  # between tries while the disk is full
 
 
@@ -50,7 +51,7 @@ class Judge:
     def __exit__(self, *exception: object) -> None:
         self._ending = True
         self._work.set()
-        self._thread.join()
+        self._thread.join(_END_SECONDS)
 
     def wake(self) -> None:
         """Something may wait."""

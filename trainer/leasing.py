@@ -5,7 +5,6 @@ Every method runs in the clerk's thread, inside its transaction. Not here: who g
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import defaultdict
 from collections.abc import Collection
@@ -14,17 +13,16 @@ from typing import Final
 
 from protocol import codec, limits
 from protocol.envelope import Signed, seal
-from protocol.environments import base
-from protocol.errors import Code, EnvironmentFault, PolicyError, Refused
+from protocol.errors import Code, EnvironmentFault, Refused
 from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.messages import GetLeases, LeasesReply
-from protocol.run import EnvironmentShare
 from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choose, stranded
 from trainer.ledger import GroupRow, GroupState, LeaseState, Ledger, OpenSlot
 from trainer.rundir import Run
 from trainer.shelf import Shelf
 from trainer.standing import audits_that_count, standing
+from trainer.stock import Stock
 
 ASKED_SECONDS: Final = 30.0  # a node that asked so lately counts as one that wants work
 LATE_SECONDS: Final = 2.0  # a lease is free again so long after its deadline: what arrived in time may still queue
@@ -40,35 +38,18 @@ class Ask:
     on_probation: bool
 
 
-def task(secret: bytes, number: int, shares: tuple[EnvironmentShare, ...]) -> tuple[EnvironmentShare, int]:
-    """The environment and index of the run's task `number`: a stream that nodes cannot foresee."""
-    digest = hashlib.blake2b(
-        number.to_bytes(8, "little"), digest_size=16, key=secret, person=b"rlcommons-task-1"
-    ).digest()
-    place = int.from_bytes(digest[:8], "little") % sum(share.weight for share in shares)
-    for share in shares:
-        if place < share.weight:
-            return share, int.from_bytes(digest[8:], "little")
-        place -= share.weight
-    raise AssertionError("weights add up to their sum")
-
-
 class Leasing:
     """Who holds what lies in the ledger; only who asked lately is kept in memory."""
 
-    def __init__(self, run: Run, ledger: Ledger, signer: Identity, secret: bytes, shelf: Shelf) -> None:
+    def __init__(self, run: Run, ledger: Ledger, signer: Identity, secret: bytes, shelf: Shelf, stock: Stock) -> None:
         self._run = run
         self._config = run.config
         self._ledger = ledger
         self._signer = signer
         self._secret = secret
         self._shelf = shelf
-        self._environments = {
-            (share.name, share.parameters): base.load(share.name, share.parameters)
-            for share in run.genesis.environments
-        }
+        self._stock = stock
         self._asks: dict[bytes, Ask] = {}
-        self._next_task = ledger.groups_made()
 
     # --- giving ---
 
@@ -129,6 +110,8 @@ class Leasing:
             except EnvironmentFault as fault:
                 self._ledger.add_event(now_ms, "environment", str(fault))
                 return leases, f"a fault of the trainer: {fault}"
+            if group is None:
+                return leases, "the next tasks are being prepared"
             lease = self._sign(node, group, grant.slots, now_ms)
             leases.append(lease)
             size += len(lease.payload)
@@ -142,26 +125,20 @@ class Leasing:
         assert found is not None
         return found[0]
 
-    def _new_group(self, version: int, now_ms: int) -> GroupRow:
-        """Make the next group of the run. Raises EnvironmentFault; the next call goes on with the next task."""
-        share, index = task(self._secret, self._next_task, self._run.genesis.environments)
-        self._next_task += 1
-        environment = self._environments[share.name, share.parameters]
-        try:
-            prompt = self._shelf.reading(version).tokenizer.prompt_ids(environment.prompt(index))
-        except PolicyError as error:
-            raise EnvironmentFault(f"environment {share.name}, task {index}: {error}") from error
-        if not 0 < len(prompt) <= limits.MAX_PROMPT_TOKENS:
-            raise EnvironmentFault(f"environment {share.name}, task {index}: a prompt of {len(prompt)} tokens")
+    def _new_group(self, version: int, now_ms: int) -> GroupRow | None:
+        """Make the next group of the run, None when its task is not ready. Raises EnvironmentFault."""
+        task = self._stock.take()
+        if task is None:
+            return None
         group = GroupRow(
             group_id=secrets.token_bytes(16),
-            environment=share.name,
-            parameters=share.parameters,
-            task_index=index,
+            environment=task.environment,
+            parameters=task.parameters,
+            task_index=task.index,
             policy_version=version,
             size=self._config.group_size,
-            prompt=prompt,
-            max_turn_tokens=min(self._config.max_turn_tokens, environment.max_new_tokens),
+            prompt=task.prompt,
+            max_turn_tokens=min(self._config.max_turn_tokens, task.turn_tokens),
             created_ms=now_ms,
         )
         self._ledger.add_group(group, [self._seed(group, slot) for slot in range(group.size)])

@@ -33,6 +33,7 @@ CREATE TABLE policies (
     version INTEGER PRIMARY KEY, root BLOB NOT NULL, created_ms INTEGER NOT NULL,
     manifest BLOB                       -- Signed; NULL until the gateway signed it
 );
+CREATE INDEX policies_unsigned ON policies(version, root) WHERE manifest IS NULL;
 CREATE TABLE groups (
     group_id BLOB PRIMARY KEY, environment TEXT NOT NULL, parameters TEXT NOT NULL,
     task_index BLOB NOT NULL, policy_version INTEGER NOT NULL, size INTEGER NOT NULL,
@@ -382,12 +383,6 @@ class Ledger:
             else self._db.execute(query + "WHERE version = ?", (version,)).fetchone()
         )
         return None if row is None else (row[0], row[1], row[2])
-
-    def manifests(self) -> list[tuple[int, bytes]]:
-        """(version, canonical Signed) of every policy that was signed, oldest first."""
-        return self._db.execute(
-            "SELECT version, manifest FROM policies WHERE manifest IS NOT NULL ORDER BY version"
-        ).fetchall()
 
     def unsigned_policies(self) -> list[tuple[int, bytes]]:
         return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()

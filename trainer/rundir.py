@@ -81,6 +81,11 @@ class RunFolder:
     def policy(self, version: int) -> Path:
         return self.policies / f"v{version:08d}"
 
+    def versions(self) -> list[int]:
+        """The policy versions on disk, oldest first."""
+        names = (path.name[1:] for path in self.policies.glob("v*") if path.is_dir())
+        return sorted(int(name) for name in names if name.isdecimal())
+
     def step(self, version: int) -> Path:
         """The learner's state after it made policy `version`."""
         return self.learner / f"step-{version:08d}"

@@ -316,13 +316,17 @@ async def test_an_expired_lease_frees_its_slots_and_counts_on_the_node(make_run:
 async def test_an_environment_that_raises_costs_no_node_anything(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
-        broken = base.GuardedEnvironment(Broken(), "tools8@1")
-        monkeypatch.setitem(trainer.office.leasing._environments, ("tools8@1", ""), broken)
-        reply = await client.ask(messages.GetLeases(4, (0,)), messages.LeasesReply)
-        assert reply.leases == () and "a fault of the trainer" in reply.cause and reply.retry_ms > 0
-        event = trainer.ledger.view("SELECT text FROM events WHERE kind = 'environment'")[0]
-        assert "RuntimeError: out of order" in event["text"]
+    monkeypatch.setattr(trainer.gateway, "STOCK_SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "load", lambda name, parameters: base.GuardedEnvironment(Broken(), name))
+        async with trainer_at_work(make_run()) as at_work, at_work.node() as client:
+            reply = await client.ask(messages.GetLeases(4, (0,)), messages.LeasesReply)
+            while "being prepared" in reply.cause:
+                reply = await client.ask(messages.GetLeases(4, (0,)), messages.LeasesReply)
+            assert reply.leases == () and "a fault of the trainer" in reply.cause and reply.retry_ms > 0
+            event = at_work.ledger.view("SELECT text FROM events WHERE kind = 'environment'")[0]
+            assert "RuntimeError: out of order" in event["text"]
+            assert at_work.ledger.groups_made() == 0
 
 
 class Broken:
