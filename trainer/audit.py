@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -186,7 +186,7 @@ def _line(error: Exception) -> str:
     return (kind + " ".join(text.split()))[: limits.MAX_TEXT_CHARACTERS]
 
 
-def serve(run: Run, ledger: Ledger, name: str) -> None:
+def serve(run: Run, ledger: Ledger, name: str) -> NoReturn:
     """Audit until interrupted."""
     auditor = Auditor(run, ledger, name)
     changes = Changes(ledger)

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ class Learner:
 
     def _sound(self, sums: LossSums) -> None:
         """An event when an alarm begins and when it is over."""
-        now = frozenset(text for text, rings in ALARMS if rings(sums))
+        now = frozenset(text for text, rings in ALARMS if rings(sums))  # type: ignore[no-untyped-call]
         figures = f"ESS/N {sums.ess:.2f}, KL {sums.kl:.2g}, masked {sums.masked_share:.1%}"
         for text in now - self._alarms:
             self._ledger.add_event(now_ms(), "alarm", f"policy {self.version}: {text} ({figures})")
@@ -180,7 +180,6 @@ class Learner:
 
     # --- log μ ---
 
-    @torch.no_grad()
     def _recall(self, completions: Sequence[Completion]) -> list[Tensor]:
         """log μ [n] of each completion: the audit's, else by a forward pass of the policy that drew it.
 
@@ -198,8 +197,10 @@ class Learner:
             indices = [i for i in range(len(completions)) if i not in mus and completions[i].policy_version == version]
             for pack in self._packs([completions[i] for i in indices]):
                 members = [indices[place] for place in pack]
-                logprobs = self._logprobs([completions[i] for i in members]).cpu()
-                mus |= zip(members, logprobs.split([len(completions[i].generated) for i in members]), strict=True)
+                with torch.inference_mode():
+                    logprobs = self._logprobs([completions[i] for i in members])
+                # A copy made outside of inference mode may take part in a backward pass.
+                mus |= zip(members, _cut(logprobs.cpu().clone(), [completions[i] for i in members]), strict=True)
         self.masters.round()
         return [mus[index] for index in range(len(completions))]
 
@@ -226,7 +227,7 @@ class Learner:
                 self._logprobs(members), mu.to(self._model.device), gains.to(self._model.device), self._settings
             )
             if not math.isfinite(sums.loss):
-                raise StepRefused("its loss is not finite", _not_finite(members, losses, counts))
+                raise StepRefused("its loss is not finite", _not_finite(members, losses))
             losses.sum().backward()  # type: ignore[no-untyped-call]
             self.masters.collect()
             total += sums
@@ -246,14 +247,19 @@ class Learner:
         return token_logprobs(logits, torch.from_numpy(tokens).to(device), self._settings.temperature)
 
 
-def _not_finite(members: Sequence[Completion], losses: Tensor, counts: Tensor) -> tuple[bytes, ...]:
+def _cut(values: Tensor, members: Sequence[Completion]) -> list[Tensor]:
+    """The values of drawn tokens of some completions, one after the other, as one tensor each."""
+    ends = np.cumsum([len(each.generated) for each in members]).tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _not_finite(members: Sequence[Completion], losses: Tensor) -> tuple[bytes, ...]:
     """Groups of the completions that have a token whose loss is not finite."""
-    parts = losses.detach().cpu().split(counts.tolist())
-    bad = [bool(~torch.isfinite(part).all()) for part in parts]
-    return tuple(sorted({each.group_id for each, is_bad in zip(members, bad, strict=True) if is_bad}))
+    parts = zip(members, _cut(losses.detach(), members), strict=True)
+    return tuple(sorted({each.group_id for each, part in parts if not bool(torch.isfinite(part).all())}))
 
 
-def serve(run: Run, ledger: Ledger) -> None:
+def serve(run: Run, ledger: Ledger) -> NoReturn:
     """Learn until interrupted."""
     learner = Learner(run, ledger)
     say("learner", f"goes on from policy {learner.version}")

@@ -19,6 +19,7 @@ Not here: where log μ comes from and what is done with the gradient (learner.py
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -50,7 +51,8 @@ class LossSums:
     masked: int = 0
 
     def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+        names = [field.name for field in dataclasses.fields(self)]
+        return LossSums(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def ess(self) -> float:
@@ -90,8 +92,7 @@ def token_losses(logprobs: Tensor, mu: Tensor, advantages: Tensor, settings: Los
 
 @torch.no_grad()
 def _sums(losses: Tensor, log_ratio: Tensor, ratio: Tensor, too_far: Tensor) -> LossSums:
-    wide = ratio.double()
-    sums = torch.stack(
-        (losses.double().sum(), wide.sum(), wide.square().sum(), (wide - 1 - log_ratio.double()).sum())
-    ).tolist()
-    return LossSums(losses.numel(), *sums, int(too_far.sum()))
+    wide, log_wide = ratio.double(), log_ratio.double()
+    parts = (losses.double().sum(), wide.sum(), wide.square().sum(), (wide - 1 - log_wide).sum())
+    loss, ratios, squares, divergence = torch.stack(parts).tolist()
+    return LossSums(losses.numel(), loss, ratios, squares, divergence, int(too_far.sum()))
