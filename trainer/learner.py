@@ -35,7 +35,7 @@ from trainer.rundir import Run, open_run
 from verify.model import PolicyModel
 
 # Beyond these the batch says little about the policy that learns from it: look at staleness and learning rate.
-ALARMS: Final = (
+ALARMS: Final[tuple[tuple[str, Callable[[LossSums], bool]], ...]] = (
     ("the effective sample size is under half of the tokens", lambda sums: sums.ess < 0.5),
     ("the policy is more than 0.01 nats a token from the one that drew the batch", lambda sums: sums.kl > 1e-2),
     ("more than 2 % of the tokens are masked", lambda sums: sums.masked_share > 0.02),
@@ -170,7 +170,7 @@ class Learner:
 
     def _sound(self, sums: LossSums) -> None:
         """An event when an alarm begins and when it is over."""
-        now = frozenset(text for text, rings in ALARMS if rings(sums))  # type: ignore[no-untyped-call]
+        now = frozenset(text for text, rings in ALARMS if rings(sums))
         figures = f"ESS/N {sums.ess:.2f}, KL {sums.kl:.2g}, masked {sums.masked_share:.1%}"
         for text in now - self._alarms:
             self._ledger.add_event(now_ms(), "alarm", f"policy {self.version}: {text} ({figures})")
