@@ -67,7 +67,8 @@ STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained a
 MANIFEST_DAYS: Final = 30  # a manifest is valid so long, and signed anew at half time
 DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 REQUESTS_PER_NODE: Final = 32  # of one node in work at once
-BLOB_STREAMS_PER_NODE: Final = 2  # each may hold some blobs in memory while the peer reads slowly
+BLOB_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
+BLOBS_PER_STREAM: Final = 8  # 4 MiB each, in memory while the peer reads slowly
 BLOBS_READ_AT_ONCE: Final = 8
 
 
@@ -362,7 +363,7 @@ class Gateway:
             return
         self._blob_streams[peer] += 1
         try:
-            await Session(stream).run(self._blob, _ignore_notice)
+            await Session(stream, at_once=BLOBS_PER_STREAM).run(self._blob, _ignore_notice)
         except (NetError, RemoteError) as error:
             log.info("blob stream of %s ended: %s", peer_id(peer), error)
         finally:

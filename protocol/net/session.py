@@ -73,8 +73,10 @@ class _Pending:
 class Session:
     """One conversation over `stream`. `run` must be running for requests to be answered."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, at_once: int = MAX_IN_FLIGHT_REQUESTS) -> None:
+        """`at_once`: requests of the peer in work together; where replies are large it bounds their memory."""
         self._stream = stream
+        self._at_once = at_once
         self._pending: dict[int, _Pending] = {}
         self._last_id = 0
         self._sending = trio.Lock()
@@ -211,7 +213,7 @@ class Session:
     async def _take_request(self, number: int, body: bytes, nursery: trio.Nursery, on_request: OnRequest) -> None:
         if number in self._answering:
             raise RemoteError(Code.UNEXPECTED_MESSAGE, f"request {number} came twice before it was answered")
-        if len(self._answering) >= MAX_IN_FLIGHT_REQUESTS or sum(self._answering.values()) > _IN_FLIGHT_BYTES:
+        if len(self._answering) >= self._at_once or sum(self._answering.values()) > _IN_FLIGHT_BYTES:
             # Answered by the reader itself, so that a flood meets back-pressure.
             busy = Refused(Code.BUSY, "too many requests of yours are unanswered: ask again when some are")
             await self._send(Kind.ERROR, number, encode_error(busy), "refusing a request")
