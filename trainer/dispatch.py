@@ -1,7 +1,8 @@
 """Who gets which slots. Pure: the gateway describes the situation, `choose` says what to lease, the gateway acts.
 
-The order: slots that came free again (same seed, so the group is finished), then open groups, then new ones. Not
-here: making groups and signing leases (gateway.py), how far a node is trusted (standing.py).
+The order: slots that came free again (same seed, so the group is finished), then open groups, those of older
+policies first, then new ones. Not here: making groups and signing leases (leasing.py), how far a node is trusted
+(standing.py).
 """
 
 from __future__ import annotations
@@ -94,9 +95,10 @@ def choose(asking: Asking, situation: Situation, config: TrainerConfig) -> Plan:
         return Plan((), retry_ms, _why_nothing(asking, situation, usable))
     draft = _Draft(asking, situation, config, room)
     drawable = [group for group in situation.groups if group.version in usable]
-    newest_first = sorted(drawable, key=lambda group: -group.version)  # stable: oldest first within a version
     draft.take(drawable, _freed, config.group_size)
-    draft.take(newest_first, _fresh, draft.share)
+    # Soon nobody holds an older policy any more: what was begun under it is finished by whoever still does.
+    draft.take([group for group in drawable if group.version < situation.latest], _fresh, config.group_size)
+    draft.take(drawable, _fresh, draft.share)
     cause = draft.open_groups(max(usable))
     draft.take([group for group in drawable if _old_enough(group, situation)], _fresh, config.group_size)
     return Plan(tuple(draft.grants())[: limits.MAX_LEASES_PER_REPLY], retry_ms, cause if draft.room else "")

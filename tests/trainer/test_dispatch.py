@@ -116,6 +116,14 @@ def test_leases_are_given_under_versions_the_node_holds_alone() -> None:
     assert slots_of(plan.grants, other.group_id) == []
 
 
+def test_what_was_begun_under_an_older_policy_is_finished_whole_before_anything_new() -> None:
+    older, newer = group(2, version=4), group(1, version=5)
+    plan = choose(asking(versions=(4, 5), slots=14), situation(newer, older, others=1), CONFIG)
+    assert slots_of(plan.grants, older.group_id) == list(range(8))
+    assert slots_of(plan.grants, newer.group_id) == [0, 1, 2, 3]
+    assert [(grant.version, len(grant.slots)) for grant in plan.grants if grant.group_id is None] == [(5, 2)]
+
+
 def test_a_node_without_a_usable_policy_is_told_which_to_fetch() -> None:
     plan = choose(asking(versions=(1,)), situation(latest=CONFIG.staleness_limit + 1), CONFIG)
     assert plan.grants == ()
