@@ -178,7 +178,7 @@ async def first_join(trainer: SmallTrainer, host: Host, home: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0 and err == ""
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 6  # stop_seconds and the interpreter's end, on a busy machine
     names = [json.loads(line)["event"] for line in out.splitlines()]
     for name in ("started", "connected", "policy_fetched", "policy_loaded", "trace_drawn", "stopping"):
         assert name in names
