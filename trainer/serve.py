@@ -191,7 +191,7 @@ def locked(run: Run) -> Iterator[None]:
 
 
 def serve(path: Path, *, as_json: bool = False) -> int:
-    """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code.
+    """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C.
 
     Raises UsageError (no run there, or served already) or LocalError (its key or secrets cannot be used).
     """
@@ -211,7 +211,8 @@ def serve(path: Path, *, as_json: bool = False) -> int:
         finally:
             supervisor.stop()
             ledger.close()
-    return 0
+        screen.say("stopped", f"stopped; everything is on disk, `rltrainer serve {path}` goes on from here")
+        return 130 if stopping.signal == signal.SIGINT else 0
 
 
 def _serve(run: Run, ledger: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
@@ -244,6 +245,7 @@ class _Stopping:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._before: dict[int, Any] = {}
+        self.signal: int | None = None  # the one that came
 
     def __enter__(self) -> _Stopping:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -257,6 +259,7 @@ class _Stopping:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         if self._event.is_set():
             raise KeyboardInterrupt
+        self.signal = number
         self._event.set()
 
     def wait(self, seconds: float) -> bool:
