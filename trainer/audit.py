@@ -28,7 +28,7 @@ from protocol.policy import policy_root
 from protocol.trace import Trace
 from protocol.verdict import Check, CheckOutcome, Reason
 from trainer.audit_result import AuditResult
-from trainer.child import Changes, end_with_parent, now_ms, say
+from trainer.child import Changes, alone, end_with_parent, now_ms, say
 from trainer.ledger import Ledger, SubmissionRow
 from trainer.rundir import Run, open_run
 from verify.check import audit_checks
@@ -203,7 +203,8 @@ def main() -> int:
     end_with_parent()
     try:
         run = open_run(arguments.run)
-        serve(run, Ledger(run.folder.ledger), arguments.name)
+        with alone(run.folder.path, arguments.name):
+            serve(run, Ledger(run.folder.ledger), arguments.name)
     except KeyboardInterrupt:
         return 0
     except RLCommonsError as error:

@@ -7,13 +7,18 @@ Not here: starting and watching them (serve.py).
 from __future__ import annotations
 
 import _thread
+import fcntl
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
+from protocol.errors import LocalError
 from trainer.ledger import Ledger
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
@@ -46,6 +51,25 @@ def end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+@contextmanager
+def alone(run: Path, name: str) -> Iterator[None]:
+    """One process of a name at a run. Waits for one that is ending: of a supervisor that was killed, say.
+
+    Raises LocalError when the other does not end.
+    """
+    with (run / f"{name}.lock").open("a") as file:
+        deadline = time.monotonic() + 2 * END_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise LocalError(f"another {name} of {run} is running: end it, two must not work at once") from None
+                time.sleep(POLL_SECONDS)
+        yield
 
 
 class Changes:

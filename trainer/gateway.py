@@ -45,7 +45,7 @@ from protocol.net.session import Session
 from protocol.policy import Manifest, describe
 from protocol.run import RunAddress
 from trainer.audit_draw import AuditChain
-from trainer.child import end_with_parent, now_ms, say
+from trainer.child import alone, end_with_parent, now_ms, say
 from trainer.clerk import Clerk
 from trainer.inbox import Arrival, Examiner, Inbox, Notary
 from trainer.judge import Judge
@@ -590,7 +590,9 @@ def main() -> int:
     end_with_parent()
     code = 0
     try:
-        trio.run(serve, open_run(arguments.run))
+        run = open_run(arguments.run)
+        with alone(run.folder.path, "gateway"):
+            trio.run(serve, run)
     except* KeyboardInterrupt:
         pass
     except* RLCommonsError as group:

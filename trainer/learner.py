@@ -26,7 +26,7 @@ from torch import Tensor
 from protocol.errors import RLCommonsError
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, build, choose, micro_batches, padded
-from trainer.child import Changes, end_with_parent, now_ms, say
+from trainer.child import Changes, alone, end_with_parent, now_ms, say
 from trainer.ledger import Ledger, StepRow
 from trainer.loss import LossSettings, LossSums, token_logprobs, token_losses
 from trainer.masters import Masters
@@ -292,7 +292,8 @@ def main() -> int:
     end_with_parent()
     try:
         run = open_run(arguments.run)
-        serve(run, Ledger(run.folder.ledger))
+        with alone(run.folder.path, "learner"):
+            serve(run, Ledger(run.folder.ledger))
     except KeyboardInterrupt:
         return 0
     except RLCommonsError as error:

@@ -1,6 +1,6 @@
 """The folder of a run: which file lies where, and what is read from it at start.
 
-    RUN/config.toml  genesis.msgpack  address  port  page  ledger.sqlite  lock
+    RUN/config.toml  genesis.msgpack  address  port  page  ledger.sqlite  lock  *.lock
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
     RUN/policies/v00000012/                published policies, Hugging Face folders in bfloat16
     RUN/learner/step-00000012/             float32 masters, optimiser state, the batch that was used

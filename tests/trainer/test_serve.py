@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol.errors import UsageError
+import trainer.child
+from protocol.errors import LocalError, UsageError
 from protocol.run import EnvironmentShare
+from trainer.child import alone
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
@@ -132,6 +135,30 @@ def test_a_run_is_served_once_and_the_other_process_is_named(run: Run) -> None:
     with locked(run), pytest.raises(UsageError, match=f"served already, by process {os.getpid()}"), locked(run):
         pass
     with locked(run):
+        pass
+
+
+def test_a_process_waits_for_the_one_before_it_to_end(tmp_path: Path) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def successor() -> None:
+        with alone(tmp_path, "learner"):
+            entered.set()
+            leave.wait(10)
+
+    waiting = threading.Thread(target=successor)
+    with alone(tmp_path, "learner"):
+        waiting.start()
+        assert not entered.wait(0.2)
+    assert entered.wait(10)
+    with alone(tmp_path, "auditor-0"):
+        leave.set()
+    waiting.join()
+
+
+def test_two_processes_never_work_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.child, "END_SECONDS", 0.1)
+    with alone(tmp_path, "learner"), pytest.raises(LocalError, match="another learner"), alone(tmp_path, "learner"):
         pass
 
 
