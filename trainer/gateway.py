@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import logging
 import shutil
 import socket
@@ -67,6 +68,7 @@ STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained a
 MANIFEST_DAYS: Final = 30  # a manifest is valid so long, and signed anew at half time
 DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 REQUESTS_PER_NODE: Final = 32  # of one node in work at once
+VERDICT_BYTES: Final = 2 * 1024 * 1024  # of verdicts in one reply
 BLOB_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
 BLOBS_PER_STREAM: Final = 8  # 4 MiB each, in memory while the peer reads slowly
 BLOBS_READ_AT_ONCE: Final = 8
@@ -257,8 +259,10 @@ class Visit:
 
     async def _beat(self, request: messages.Heartbeat, received_ms: int) -> messages.HeartbeatReply:
         self._gateway.beats[self.node] = (received_ms, request)
-        ledger, most = self._office.ledger, limits.MAX_VERDICTS_PER_REPLY
-        found = ledger.verdicts_after(self.node, request.verdict_cursor, most)
+        found = self._office.ledger.verdicts_after(self.node, request.verdict_cursor, limits.MAX_VERDICTS_PER_REPLY)
+        # SPEC 9.1: a sender keeps each frame within the limit.
+        sizes = itertools.accumulate(len(signed) for _, signed in found)
+        found = [row for row, size in zip(found, sizes, strict=True) if size <= VERDICT_BYTES or row is found[0]]
         return messages.HeartbeatReply(
             clock_ms=now_ms(),
             latest_version=self._office.shelf.latest,

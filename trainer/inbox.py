@@ -140,7 +140,7 @@ class Inbox:
 
     def __init__(self, ledger: Ledger, notary: Notary) -> None:
         self._ledger = ledger
-        self._notary = notary
+        self.notary = notary
 
     def receive(self, arrival: Arrival) -> Submitted:
         """The receipt, or the verdict on a trace that answers no lease of its signer; the same again when the same
@@ -157,7 +157,7 @@ class Inbox:
         if refusal is not None or lease is None:
             return self._turn_away(arrival, trace, digest, refusal or _unknown(trace))
         sequence = self._ledger.next_sequence()
-        receipt = self._notary.receipt(trace, digest, arrival.received_ms, sequence)
+        receipt = self.notary.receipt(trace, digest, arrival.received_ms, sequence)
         self._ledger.add_submission(
             NewSubmission(
                 digest=digest,
@@ -191,7 +191,7 @@ class Inbox:
                 f"{peer_id(trace.node)}"
             )
             return Finding("signature", Reason.SIGNATURE, detail), None
-        run = check_run(trace, self._notary.run)
+        run = check_run(trace, self.notary.run)
         if not run.passed:
             return run, None
         found = self._ledger.lease(trace.lease_id)
@@ -214,7 +214,7 @@ class Inbox:
 
     def _turn_away(self, arrival: Arrival, trace: Trace, digest: bytes, refusal: Finding) -> Submitted:
         """A signed verdict and no receipt: the trace is not kept."""
-        verdict = self._notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
+        verdict = self.notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
         self._ledger.add_verdict(
             arrival.peer,
             digest,

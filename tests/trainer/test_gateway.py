@@ -43,6 +43,7 @@ from trainer.init import init_run
 from trainer.ledger import GroupState, Ledger, SlotState, SubmissionState
 from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
+from verify.finding import Finding, as_check
 
 SHARES = (EnvironmentShare("tools8@1", "", 1),)
 SETTINGS: dict[str, Any] = {
@@ -779,6 +780,25 @@ async def test_heartbeats_reach_the_ledger_and_a_lost_node_is_marked_away(make_r
             assert speed == 12.5
         while trainer.ledger.view("SELECT connected FROM nodes")[0]["connected"]:
             await trio.sleep(0.01)
+
+
+@on_trio
+async def test_verdicts_too_large_for_one_reply_come_in_several(make_run: MakeRun, script: Script) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        (lease,) = (await client.leases(1))[:1]
+        trace = script.trace(lease, 0)
+        detail = as_check(Finding("structure", Reason.STRUCTURE, "x" * limits.MAX_TEXT_CHARACTERS))
+        notary = trainer.office.inbox.notary
+        large = notary.verdict(trace, b"d" * 32, client.who.node, Reason.STRUCTURE, (detail,) * limits.MAX_CHECKS)
+        with trainer.ledger.write():
+            for number in range(100):
+                digest = number.to_bytes(32, "big")
+                trainer.ledger.add_verdict(
+                    client.who.node, digest, SubmissionState.REFUSED, "STRUCTURE", False, 1, codec.encode(large)
+                )
+        first = await client.beat()
+        assert 10 < len(first) < 100
+        assert len(first) + len(await client.verdicts(100 - len(first))) == 100
 
 
 def test_a_secret_of_another_run_is_refused_at_start(make_run: MakeRun) -> None:
