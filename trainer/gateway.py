@@ -5,293 +5,58 @@
     beside    signs what the learner published, announces it, expires leases, gives up groups
 
 Started as `python -m trainer.gateway RUN`; ends when its stdin does; may be killed at any point, for everything
-that counts is in the ledger first. Not here: who gets which lease (dispatch.py), what a trace is worth (inbox.py).
+that counts is in the ledger first. Not here: one node's session (visit.py), who gets which lease (dispatch.py), what
+a trace is worth (inbox.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import itertools
 import logging
 import shutil
 import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import trio
 
 from protocol import codec, limits, messages
-from protocol.envelope import Signed, seal
+from protocol.envelope import Signed
 from protocol.errors import (
     Code,
-    LocalError,
     NetError,
     PolicyError,
     Refused,
     RemoteError,
     RLCommonsError,
     StorageError,
-    UsageError,
 )
-from protocol.identity import Identity, peer_id
-from protocol.messages import Version
+from protocol.identity import peer_id
 from protocol.net.base import Address, Host, Stream
 from protocol.net.session import Session
-from protocol.policy import Manifest, describe
+from protocol.policy import Manifest
 from protocol.run import RunAddress
-from trainer.audit_draw import AuditChain
 from trainer.child import alone, end_with_parent, now_ms, say
-from trainer.clerk import Clerk
-from trainer.inbox import Arrival, Examiner, Inbox, Notary
-from trainer.judge import Judge
 from trainer.leasing import Leasing
-from trainer.ledger import Ledger
-from trainer.rundir import Run, load_run_identity, load_secrets, open_run
-from trainer.shelf import Shelf, read_blob
-from trainer.stock import Stock
-from verify.thresholds import limits_for
+from trainer.office import MANIFEST_DAYS, Office, open_office, sign_manifest
+from trainer.rundir import Run, open_run
+from trainer.shelf import read_blob
+from trainer.visit import Visit
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
-STOCK_SECONDS: Final = 5.0  # nodes are answered without tasks after this
 TIDY_SECONDS: Final = 1.0
 PRUNE_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
 STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
-MANIFEST_DAYS: Final = 30  # a manifest is valid so long, and signed anew at half time
 DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
-REQUESTS_PER_NODE: Final = 32  # of one node in work at once
-VERDICT_BYTES: Final = 2 * 1024 * 1024  # of verdicts in one reply
 BLOB_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
 BLOBS_PER_STREAM: Final = 8  # 4 MiB each, in memory while the peer reads slowly
 BLOBS_READ_AT_ONCE: Final = 8
-
-
-def software() -> str:
-    return f"rlcommons {importlib.metadata.version('rlcommons')}"
-
-
-# --- what the gateway works with ---
-
-
-@dataclass(frozen=True, slots=True)
-class Office:
-    """Everything behind the network: the ledger's writer, the judge, and who acts for them."""
-
-    run: Run
-    signer: Identity
-    ledger: Ledger  # read-only, of trio's thread
-    writer: Ledger  # of the clerk's thread: used inside its jobs alone
-    shelf: Shelf
-    clerk: Clerk
-    judge: Judge
-    inbox: Inbox
-    leasing: Leasing
-    failures: list[BaseException] = field(default_factory=list)
-
-
-@contextmanager
-def open_office(run: Run) -> Iterator[Office]:
-    """Read the run, sign what is unsigned, and start the threads. Raises LocalError or UsageError."""
-    signer = load_run_identity(run)
-    secrets = load_secrets(run)
-    shelf = Shelf(run.folder)
-    writing, reading, judging = (
-        Ledger(run.folder.ledger),
-        Ledger(run.folder.ledger, read_only=True),
-        Ledger(run.folder.ledger, read_only=True),
-    )
-    chain = AuditChain(secrets.audit)
-    if chain.anchor != run.genesis.audit_anchor:
-        raise LocalError(f"{run.folder.secret} is not the secret of this run's genesis: restore the right one")
-    writing.lose_node()
-    fill_shelf(run, signer, writing, shelf)
-    notary = Notary(run.run, signer, software())
-    inbox = Inbox(writing, notary)
-    examiner = Examiner(judging, notary, shelf, chain, run.config, run.genesis.environments)
-    stock = Stock(
-        secrets.seeds, run.genesis.environments, writing.groups_made(), lambda: shelf.reading(shelf.latest).tokenizer
-    )
-    leasing = Leasing(run, writing, signer, secrets.seeds, shelf, stock)
-    failures: list[BaseException] = []
-    try:
-        with stock, Clerk(writing) as clerk, Judge(judging, examiner, inbox, clerk, failures.append) as judge:
-            stock.wait_ready(STOCK_SECONDS)
-            yield Office(run, signer, reading, writing, shelf, clerk, judge, inbox, leasing, failures)
-        writing.lose_node()
-    finally:
-        for ledger in (writing, reading, judging):
-            ledger.close()
-
-
-def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None:
-    """Put every signed policy that is on disk on the shelf, after signing those that are not."""
-    for version, root in ledger.unsigned_policies():
-        if run.folder.policy(version).is_dir():
-            ledger.set_manifest(version, codec.encode(sign_manifest(run, signer, version, root)))
-    for version in run.folder.versions():
-        found = ledger.policy(version)
-        if found is not None and found[2] is not None:
-            signed = codec.decode(Signed, found[2])
-            shelf.put(signed, codec.decode(Manifest, signed.payload))
-    latest = ledger.policy()
-    if latest is None or shelf.root(latest[0]) is None:
-        raise PolicyError(f"the latest policy is not in {run.folder.policies}: restore it from a backup")
-
-
-def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Signed:
-    """Describe a published policy and sign it. Reads every byte of it. Raises PolicyError."""
-    created_ms = now_ms()
-    return seal(
-        signer,
-        Manifest(
-            run=run.run,
-            version=version,
-            root=root,
-            files=describe(run.folder.policy(version)),
-            created_ms=created_ms,
-            expires_ms=created_ms + MANIFEST_DAYS * 86_400_000,
-        ),
-    )
-
-
-# --- one node's session ---
-
-
-class Visit:
-    """The state of one session: before hello, then a node that is known."""
-
-    def __init__(self, gateway: Gateway, session: Session) -> None:
-        self._gateway = gateway
-        self._office = gateway.office
-        self.session = session
-        self.node = session.peer
-        self.met = False
-        self.ended_because = ""
-        self._in_work = 0
-        self._answers: dict[type, Any] = {
-            messages.GetManifest: self._manifest,
-            messages.GetLeases: self._leases,
-            messages.ReturnLease: self._return,
-            messages.Submit: self._submit,
-            messages.Heartbeat: self._beat,
-        }
-
-    async def answer(self, body: bytes) -> bytes:
-        """The reply to a request. Raises RemoteError for an error reply."""
-        received_ms = now_ms()
-        request = messages.open_body(body)
-        if self.ended_because:
-            raise Refused(Code.UNEXPECTED_MESSAGE, self.ended_because)
-        if isinstance(request, messages.Hello):
-            return messages.pack(await self._hello(request, received_ms))
-        answer = self._answers.get(type(request))
-        if answer is None:
-            raise Refused(Code.UNEXPECTED_MESSAGE, f"a trainer does not answer {type(request).__name__} here")
-        if not self.met:
-            raise Refused(Code.UNEXPECTED_MESSAGE, f"{type(request).__name__} came before Hello")
-        if self._in_work >= REQUESTS_PER_NODE:
-            raise Refused(Code.BUSY, f"{self._in_work} requests of this node are in work: wait for answers")
-        self._in_work += 1
-        try:
-            return messages.pack(await answer(request, received_ms))
-        except StorageError as error:
-            self._gateway.storage_failed(str(error))
-            raise Refused(Code.BUSY, f"the trainer cannot write now: {error}") from error
-        finally:
-            self._in_work -= 1
-
-    async def _hello(self, hello: messages.Hello, received_ms: int) -> messages.Welcome:
-        """SPEC 9.2: versions first, for a peer of another version may mean other things by the rest."""
-        version = messages.negotiate(
-            hello.versions, Version(*limits.PROTOCOL_VERSION), their_name="this node", our_name="the trainer"
-        )
-        run = self._office.run
-        if hello.run != run.run:
-            raise Refused(
-                Code.WRONG_RUN,
-                f"this trainer serves run {run.run.hex()[:16]}… ({run.genesis.name}), the node asks for "
-                f"{hello.run.hex()[:16]}…: copy the address that `rltrainer serve` prints now",
-            )
-        check_clock(hello.clock_ms, received_ms)
-        check_engine(hello.engine.dtype)
-        described = f"{hello.engine.name} {hello.engine.version} {hello.engine.dtype} {hello.engine.device}"
-        ledger = self._gateway.writer
-        await self._office.clerk.do(lambda: ledger.see_node(self.node, received_ms, hello.software, described))
-        await self._gateway.met(self)
-        manifest = self._office.shelf.manifest()
-        assert manifest is not None
-        return messages.Welcome(version, software(), run.signed_genesis, manifest, now_ms())
-
-    async def _manifest(self, request: messages.GetManifest, received_ms: int) -> messages.ManifestReply:
-        found = self._office.shelf.manifest(request.version)
-        if found is None:
-            raise Refused(
-                Code.NOT_FOUND,
-                f"policy version {request.version} is not served (any more); the latest is {self._office.shelf.latest}",
-            )
-        return messages.ManifestReply(found)
-
-    async def _leases(self, request: messages.GetLeases, received_ms: int) -> messages.LeasesReply:
-        self._gateway.check_room()
-        connected = self._gateway.connected()
-        return await self._office.clerk.do(
-            lambda: self._office.leasing.lease(self.node, request, connected, received_ms)
-        )
-
-    async def _return(self, request: messages.ReturnLease, received_ms: int) -> messages.Returned:
-        await self._office.clerk.do(lambda: self._office.leasing.give_back(self.node, request.lease_id))
-        return messages.Returned()
-
-    async def _submit(self, request: messages.Submit, received_ms: int) -> messages.Submitted:
-        self._gateway.check_room()
-        arrival = Arrival(request.trace, self.node, received_ms)
-        reply = await self._office.clerk.do(lambda: self._office.inbox.receive(arrival))
-        self._office.judge.wake()
-        return reply
-
-    async def _beat(self, request: messages.Heartbeat, received_ms: int) -> messages.HeartbeatReply:
-        self._gateway.beats[self.node] = (received_ms, request)
-        found = self._office.ledger.verdicts_after(self.node, request.verdict_cursor, limits.MAX_VERDICTS_PER_REPLY)
-        # SPEC 9.1: a sender keeps each frame within the limit.
-        sizes = itertools.accumulate(len(signed) for _, signed in found)
-        found = [row for row, size in zip(found, sizes, strict=True) if size <= VERDICT_BYTES or row is found[0]]
-        return messages.HeartbeatReply(
-            clock_ms=now_ms(),
-            latest_version=self._office.shelf.latest,
-            verdicts=tuple(codec.decode(Signed, signed) for _, signed in found),
-            verdict_cursor=found[-1][0] if found else request.verdict_cursor,
-        )
-
-
-def check_clock(theirs_ms: int, ours_ms: int) -> None:
-    """SPEC 9.2: deadlines are in Unix time, so clocks must agree. Raises Refused(CLOCK_SKEW)."""
-    ahead = (theirs_ms - ours_ms) / 1000
-    if abs(ahead) > limits.MAX_CLOCK_SKEW_SECONDS:
-        where = "ahead of" if ahead > 0 else "behind"
-        raise Refused(
-            Code.CLOCK_SKEW,
-            f"this node's clock is {abs(ahead):,.0f} s {where} the trainer's, {limits.MAX_CLOCK_SKEW_SECONDS} s are "
-            "allowed: set the clock (timedatectl set-ntp true)",
-        )
-
-
-def check_engine(dtype: str) -> None:
-    """A node whose dtype nobody measured could not be audited. Raises Refused(ENGINE_NOT_ADMITTED)."""
-    try:
-        limits_for(dtype, dtype)
-    except UsageError as error:
-        raise Refused(Code.ENGINE_NOT_ADMITTED, str(error)) from None
-
-
-# --- all sessions, and what goes on beside them ---
 
 
 class Gateway:

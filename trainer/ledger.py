@@ -384,6 +384,12 @@ class Ledger:
         )
         return None if row is None else (row[0], row[1], row[2])
 
+    def latest_signed(self) -> int | None:
+        latest: int | None = self._db.execute(
+            "SELECT MAX(version) FROM policies WHERE manifest IS NOT NULL"
+        ).fetchone()[0]
+        return latest
+
     def unsigned_policies(self) -> list[tuple[int, bytes]]:
         return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()
 

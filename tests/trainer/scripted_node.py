@@ -31,8 +31,9 @@ from protocol.net.session import Session
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 from protocol.verdict import CheckOutcome, Fingerprint, Reason, Verdict
 from trainer.audit_result import AuditResult
-from trainer.gateway import Gateway, Office, open_office
+from trainer.gateway import Gateway
 from trainer.ledger import Ledger
+from trainer.office import Office, open_office
 from trainer.rundir import Run
 from verify.check import DEAR
 from verify.finding import Finding, as_check, passed, skipped

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-import trainer.gateway
+import trainer.office
 from protocol import codec, limits, messages
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
@@ -63,7 +63,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_chain() -> Iterator[None]:
     """Every start of a gateway hashes a million times; all of these runs have one secret."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.gateway, "AuditChain", functools.cache(AuditChain))
+        patch.setattr(trainer.office, "AuditChain", functools.cache(AuditChain))
         yield
 
 
@@ -317,7 +317,7 @@ async def test_an_expired_lease_frees_its_slots_and_counts_on_the_node(make_run:
 async def test_an_environment_that_raises_costs_no_node_anything(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.gateway, "STOCK_SECONDS", 0.0)
+    monkeypatch.setattr(trainer.office, "STOCK_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(base, "load", lambda name, parameters: base.GuardedEnvironment(Broken(), name))
         async with trainer_at_work(make_run()) as at_work, at_work.node() as client:
@@ -803,7 +803,7 @@ async def test_verdicts_too_large_for_one_reply_come_in_several(make_run: MakeRu
 
 def test_a_secret_of_another_run_is_refused_at_start(make_run: MakeRun) -> None:
     from protocol.errors import LocalError
-    from trainer.gateway import open_office
+    from trainer.office import open_office
     from trainer.rundir import Secrets, save_secrets
 
     run = make_run()
