@@ -140,8 +140,27 @@ def _join(options: argparse.Namespace) -> int:
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
     )
     status = Status()
-    with shown(status, as_json=options.json, out=sys.stdout) as report:
-        return trio.run(_join_until_signalled, config, report, status)
+    try:
+        with shown(status, as_json=options.json, out=sys.stdout) as report:
+            code = trio.run(_join_until_signalled, config, report, status)
+    except RLCommonsError as error:
+        code = _fail(error, as_json=options.json)
+    _leave_threads_behind(code)
+    return code
+
+
+def _leave_threads_behind(code: int) -> None:
+    """End the process now if an engine's long step, or a hung environment, is still running: the interpreter
+    would end under its feet, which crashes native code."""
+    import threading
+
+    from node.engine_thread import THREAD_NAME as ENGINE_THREAD
+    from node.tasks import THREAD_NAME as ENVIRONMENT_THREAD
+
+    if any(thread.name in (ENGINE_THREAD, ENVIRONMENT_THREAD) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 async def _join_until_signalled(config: NodeConfig, report: Report, status: Status) -> int:
@@ -229,6 +248,4 @@ def _key(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(main())

@@ -18,6 +18,7 @@ from protocol.errors import EngineError, RLCommonsError
 
 T = TypeVar("T")
 
+THREAD_NAME: Final = "rlnode engine"
 _STOP_SECONDS: Final = 1.0  # for the step that is running; then the thread is left behind
 
 
@@ -63,7 +64,9 @@ class EngineThread:
         self._ended = trio.Event()
         try:
             # trio-typing, which libp2p brings along, describes an older trio.
-            await trio.to_thread.run_sync(self._drive, abandon_on_cancel=True)  # type: ignore[call-arg]
+            await trio.to_thread.run_sync(  # type: ignore[call-arg]
+                self._drive, thread_name=THREAD_NAME, abandon_on_cancel=True
+            )
         except EngineError as error:
             self._fail(error)
             raise

@@ -212,6 +212,7 @@ class PolicyFollower:
         self._random = random
         self._wanted: tuple[Manifest, Signed] | None = None
         self._changed = trio.Event()
+        self._ready_version = -1  # of the newest policy handed on
         self.highest = store.highest_version  # seen, whether or not it is here
 
     def offer(self, signed: Signed) -> None:
@@ -227,8 +228,10 @@ class PolicyFollower:
         held = self._store.held.get(manifest.version)
         if held is not None and held.root != manifest.root:
             raise RemoteError(Code.MALFORMED, f"the trainer signed two policies as version {manifest.version}")
-        if manifest.version < self.highest or (manifest.version == self.highest and held is None):
+        if manifest.version <= self._ready_version or manifest.version < self.highest:
             return
+        if manifest.version == self.highest and held is None:
+            return  # it is being fetched, or cannot be had
         self.highest = manifest.version
         self._status.latest_version = manifest.version
         self._wanted = (manifest, signed)
@@ -248,6 +251,7 @@ class PolicyFollower:
                 if isinstance(error, PieceMissing):
                     self.highest = self._store.highest_version  # the same one may be offered again
                 continue
+            self._ready_version = held.version
             self._ready(held)
 
     async def _have(self, manifest: Manifest, signed: Signed) -> HeldPolicy:

@@ -10,50 +10,35 @@ decoding (the engines).
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import trio
 
+from node import episode
 from node.config import NodeConfig
-from node.engine import Engine, SequenceRequest, probe
+from node.engine import Engine, probe
 from node.engine_thread import EngineThread
 from node.failures import foremost
 from node.leases import LeaseBook, SlotWork
 from node.report import Event, Level, Report, Status
 from node.store import HeldPolicy, RunStore
+from node.tasks import Tasks
 from node.weights import keep_trying
 from protocol import limits
-from protocol.envelope import Signed, seal, unseal
-from protocol.environments import base, rollout
-from protocol.environments.tokenizer import PolicyTokenizer
-from protocol.errors import (
-    Code,
-    EngineError,
-    EnvironmentFault,
-    LocalError,
-    PolicyError,
-    RemoteError,
-    RLCommonsError,
-    StorageError,
-    UsageError,
-)
+from protocol.envelope import Signed, unseal
+from protocol.errors import Code, EngineError, LocalError, PolicyError, RemoteError, RLCommonsError
 from protocol.identity import Identity
 from protocol.lease import Lease, check_lease
 from protocol.net.backoff import backoff
-from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
+from protocol.trace import EngineDescriptor, Trace
 
-T = TypeVar("T")
-
-_ENVIRONMENTS_KEPT: Final = 64
 _DURATIONS_KEPT: Final = 32  # recent completions, to tell how long the next will take
-_STORAGE_RETRY_SECONDS: Final = 5.0
 
 
 def software() -> str:
@@ -68,19 +53,6 @@ class Terms:
     run: bytes
     trainer: bytes
     identity: Identity
-
-
-@dataclass(slots=True)
-class _Episode:
-    """A completion while it is drawn."""
-
-    spans: list[tuple[SpanKind, tuple[int, ...]]] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    replies: tuple[str, ...] = ()
-
-    @property
-    def used(self) -> int:
-        return sum(len(ids) for _, ids in self.spans)
 
 
 class Worker:
@@ -116,12 +88,10 @@ class Worker:
         self._next: HeldPolicy | None = None  # the newest policy that is whole on the disk
         self._loaded: HeldPolicy | None = None  # the policy in the engine
         self._engine: EngineThread | None = None
-        self._tokenizers: OrderedDict[bytes, PolicyTokenizer] = OrderedDict()
-        self._environments: OrderedDict[tuple[str, str], base.GuardedEnvironment] = OrderedDict()
-        self._threads = trio.CapacityLimiter(config.environment_threads)
+        self._tasks = Tasks(config)
         self._durations: deque[float] = deque(maxlen=_DURATIONS_KEPT)
         self._running: dict[str, trio.CancelScope] = {}  # completions in the engine, by key
-        self._disk_full = False
+        self._unkept = 0  # finished traces that are not on the disk yet
         self._stopping = False
         self._paused_until = -math.inf
         self._pauses = backoff(random, first=1.0, cap=60.0)
@@ -137,13 +107,13 @@ class Worker:
     def room(self) -> int:
         """Slots to ask leases for. Asked in lots: when half of what should wait here is gone. Traces that wait
         for a slow trainer count as well, or they would grow stale here."""
-        if self._next is None or self._engine is None or self._stopping or self._disk_full:
+        if self._next is None or self._engine is None or self._stopping:
             return 0
         if trio.current_time() < self._paused_until:
             return 0
         slots = self._engine.slots
         ahead = math.ceil(slots * self._config.prefetch)
-        backlog = max(0, len(self._store.unsent) - slots)
+        backlog = max(0, self._unkept + len(self._store.unsent) - slots)
         missing = slots + ahead - self.book.drawing() - self.book.waiting() - backlog
         return missing if missing >= max(1, ahead // 2) else 0
 
@@ -219,51 +189,7 @@ class Worker:
             raise PolicyError(f"this node does not hold policy {lease.policy_version}")
         if self._loaded is not None and lease.policy_version < self._loaded.version:
             raise PolicyError(f"policy {lease.policy_version} left the engine for version {self._loaded.version}")
-        environment = await self._environment(lease)
-        tokenizer = await self._tokenizer(held)
-        messages = await self._ask_environment(lease, environment.prompt, lease.task_index)
-        # SPEC 8.4: the prompt of a lease is the task rendered by the policy's own tokenizer.
-        ours = await self._blocking(tokenizer.prompt_ids, messages)
-        if ours != lease.prompt:
-            raise EnvironmentFault(
-                f"task {lease.task_index} of {lease.environment} renders to another prompt here ({len(ours)} "
-                f"tokens) than in the lease ({len(lease.prompt)}): this node has {_versions()}, the trainer "
-                f"{self.trainer_software}; bring both to the same versions"
-            )
-
-    async def _environment(self, lease: Lease) -> base.GuardedEnvironment:
-        key = (lease.environment, lease.parameters)
-        if key not in self._environments:
-            try:
-                self._environments[key] = await self._blocking(base.load, *key)
-            except UsageError as error:
-                raise EnvironmentFault(str(error)) from error
-            if len(self._environments) > _ENVIRONMENTS_KEPT:
-                self._environments.popitem(last=False)
-        return self._environments[key]
-
-    async def _tokenizer(self, held: HeldPolicy) -> PolicyTokenizer:
-        if held.root not in self._tokenizers:
-            self._tokenizers[held.root] = await self._blocking(PolicyTokenizer.load, held.folder)
-            if len(self._tokenizers) > self._config.keep_versions:
-                self._tokenizers.popitem(last=False)
-        return self._tokenizers[held.root]
-
-    async def _blocking(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Disk and processor work that must not hold up the network."""
-        return await trio.to_thread.run_sync(function, *arguments)
-
-    async def _ask_environment(self, lease: Lease, function: Callable[..., T], *arguments: Any) -> T:
-        """An environment's answer, in time. Raises EnvironmentFault."""
-        seconds = self._config.environment_seconds
-        with trio.move_on_after(seconds):
-            # trio-typing, which libp2p brings along, describes an older trio.
-            return await trio.to_thread.run_sync(  # type: ignore[call-arg]
-                function, *arguments, limiter=self._threads, abandon_on_cancel=True
-            )
-        raise EnvironmentFault(
-            f"environment {lease.environment}, task {lease.task_index}: no answer within {seconds:g} s"
-        )
+        await self._tasks.check_prompt(lease, held, self.trainer_software)
 
     # --- the engine's life ---
 
@@ -304,11 +230,13 @@ class Worker:
             self._engine = None
             self._loaded = None
             self._running.clear()
-            self._status.policy_version = None
+            if not self._stopping:
+                self._status.policy_version = None
 
     async def _draw_all(self, engine: EngineThread, nursery: trio.Nursery) -> None:
         """Keep every slot of the engine busy, under one policy at a time."""
         while True:
+            changed = self._changed
             await self._swap_if_due(engine)
             self._give_back_expired()
             version = -1 if self._loaded is None else self._loaded.version
@@ -317,14 +245,13 @@ class Worker:
                     self._running[work.key] = trio.CancelScope()
                     nursery.start_soon(self._draw_slot, engine, work)
             self._update_status(engine)
-            changed = self._changed
             with trio.move_on_after(1.0) as idle:  # leases run out and pauses end while nothing else happens
                 await changed.wait()
             if idle.cancelled_caught:
                 self.wake()
 
     def _has_free_slot(self, engine: EngineThread) -> bool:
-        return len(self._running) < engine.slots and not self._disk_full and not self._stopping
+        return len(self._running) < engine.slots and self._unkept < engine.slots and not self._stopping
 
     def _update_status(self, engine: EngineThread) -> None:
         self._status.slots_total = engine.slots
@@ -381,12 +308,12 @@ class Worker:
             version=target.version,
             root=target.root.hex(),
         )
-        await self._blocking(self._store.prune, self.versions_in_use())
+        await trio.to_thread.run_sync(self._store.prune, self.versions_in_use())
         self.wake()
 
     async def _probe(self, engine: EngineThread, held: HeldPolicy) -> None:
         """Raises LocalError: with an engine that draws other tokens every trace would be refused."""
-        vocabulary = (await self._tokenizer(held)).vocabulary_size
+        vocabulary = (await self._tasks.tokenizer(held)).vocabulary_size
         try:
             await engine.call(lambda each: probe(each, vocabulary))
         except EngineError as error:
@@ -416,92 +343,34 @@ class Worker:
     async def _draw_slot(self, engine: EngineThread, work: SlotWork) -> None:
         """Draw one completion by its deadline and put its trace into the outbox."""
         began = trio.current_time()
-        trace: Trace | None = None
+        drawn: tuple[Trace, Signed] | None = None
         scope = self._running[work.key]
         scope.deadline = began + max(0.0, (work.lease.deadline_ms - self._now_ms()) / 1000)
         try:
             with scope:
-                trace = await self._draw(engine, work)
+                drawn = await self._draw(engine, work)
                 self._durations.append(trio.current_time() - began)
-        except (LocalError, UsageError) as error:
+        except LocalError as error:
             self._give_back(work.lease, str(error))
         finally:
-            if trace is None:
+            if drawn is None:
                 engine.abort(work.key)
             self._running.pop(work.key, None)
-        if trace is not None and self.book.is_drawing(work):
-            self.book.drawn(trace.lease_id, trace.slot)
-            await self._keep(trace)
+        if drawn is not None and self.book.is_drawing(work):
+            self.book.drawn(work.lease.lease_id, work.slot)
+            await self._keep(*drawn)
         self.wake()
 
-    async def _draw(self, engine: EngineThread, work: SlotWork) -> Trace:
-        """The one completion that the slot's seed allows, with its proofs and reward."""
-        lease = work.lease
-        started_ms = self._now_ms()
-        assert self._loaded is not None
-        tokenizer = await self._tokenizer(self._loaded)
-        environment = await self._environment(lease)
-        episode = await self._play(engine, work, environment, tokenizer)
-        proofs = await engine.finish(work.key)
-        reward = await self._ask_environment(lease, environment.reward, lease.task_index, episode.replies)
-        assert self.descriptor is not None
-        return Trace(
-            run=lease.run,
-            lease_id=lease.lease_id,
-            node=lease.node,
-            policy_version=lease.policy_version,
-            policy_root=lease.policy_root,
-            slot=work.slot,
-            tokens=tuple(token for _, ids in episode.spans for token in ids),
-            spans=tuple(Span(int(kind), len(ids)) for kind, ids in episode.spans),
-            logprobs=tuple(episode.logprobs),
-            proofs=proofs,
-            reward=reward,
-            engine=self.descriptor,
-            started_ms=started_ms,
-            finished_ms=self._now_ms(),
-        )
+    async def _draw(self, engine: EngineThread, work: SlotWork) -> tuple[Trace, Signed]:
+        assert self._loaded is not None and self.descriptor is not None
+        trace = await episode.draw(engine, work, self._loaded, self._tasks, self.descriptor, self._now_ms)
+        return trace, await trio.to_thread.run_sync(episode.sealed, self._terms.identity, trace)
 
-    async def _play(
-        self,
-        engine: EngineThread,
-        work: SlotWork,
-        environment: base.GuardedEnvironment,
-        tokenizer: PolicyTokenizer,
-    ) -> _Episode:
-        """Turn and answer, until the rules of rollout.py say that the episode is over."""
-        lease = work.lease
-        episode = _Episode()
-        budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, 0)
-        turn = await engine.first_turn(SequenceRequest(work.key, lease.prompt, work.seed, lease.temperature, budget))
-        while True:
-            episode.spans.append((SpanKind.GENERATED, turn.tokens))
-            episode.logprobs.extend(turn.logprobs)
-            reply = rollout.reply_text(tokenizer, turn.tokens)
-            episode.replies = (*episode.replies, reply or "")
-            if reply is None:
-                return episode
-            observed = await self._ask_environment(
-                lease, rollout.next_observation, environment, tokenizer, lease.task_index, episode.replies
-            )
-            if observed is None or not rollout.has_room(observed, lease.max_tokens, episode.used):
-                return episode
-            episode.spans.append((SpanKind.OBSERVED, observed))
-            budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, episode.used)
-            turn = await engine.next_turn(work.key, observed, budget)
-
-    async def _keep(self, trace: Trace) -> None:
-        """Sign the trace and put it on the disk. A full disk is waited for: the trace is not lost."""
-        signed = await self._blocking(seal, self._terms.identity, trace)
-        while True:
-            try:
-                await self._blocking(self._store.put_trace, signed, trace)
-                break
-            except StorageError as error:
-                self._disk_full = True
-                self._say("storage", f"{error} (a finished trace waits for it)", Level.ERROR)
-                await trio.sleep(_STORAGE_RETRY_SECONDS)
-        self._disk_full = False
+    async def _keep(self, trace: Trace, signed: Signed) -> None:
+        """Put a trace on the disk. A full one is waited for, and when many wait nothing more is drawn."""
+        self._unkept += 1
+        await keep_trying(self._report, "a finished trace", self._store.put_trace, signed, trace)
+        self._unkept -= 1
         self._pauses = backoff(self._random, first=1.0, cap=60.0)
         self._status.traces_drawn += 1
         self._status.reward_sum += trace.reward
@@ -518,14 +387,6 @@ class Worker:
 
     def _say(self, name: str, text: str, level: Level = Level.INFO, **values: Any) -> None:
         self._report(Event(name, text, level, values))
-
-
-def _versions() -> str:
-    named = []
-    for package in ("rlcommons", "tokenizers", "jinja2"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            named.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join(named)
 
 
 def _describe(descriptor: EngineDescriptor) -> str:

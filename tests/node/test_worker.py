@@ -12,12 +12,14 @@ import trio
 from node.config import NodeConfig
 from node.engine import Engine, SequenceRequest, TurnDone
 from node.join import make_engine
+from node.store import RunStore, Unsent
 from protocol import codec
+from protocol.envelope import Signed
 from protocol.environments import base
 from protocol.environments.base import Message
 from protocol.environments.tokenizer import PolicyTokenizer
-from protocol.errors import EngineError
-from protocol.trace import EngineDescriptor
+from protocol.errors import EngineError, StorageError
+from protocol.trace import EngineDescriptor, Trace
 from protocol.verdict import Outcome
 from tests.node.rig import EMBEDDED, another_policy, world
 from tests.node.small_trainer import SmallTrainer
@@ -255,6 +257,62 @@ def test_an_engine_that_draws_other_tokens_does_not_join(tmp_path: Path) -> None
                 await node.ended.wait()
             assert "start-up check of the engine failed" in str(node.failure)
             assert w.trainer.traces == {}
+
+    trio.run(scenario)
+
+
+class _NotFinite(Failing):
+    """An engine whose logprobs turn to NaN once, after the start-up check."""
+
+    def step(self) -> tuple[TurnDone, ...]:
+        turns = self.inner.step()
+        if turns and not turns[0].key.startswith("probe") and self.steps_left[0] > 0:
+            self.steps_left[0] -= 1
+            return (replace(turns[0], logprobs=(float("nan"),) * len(turns[0].logprobs)), *turns[1:])
+        return turns
+
+
+def test_a_completion_that_nobody_would_accept_is_given_back_and_not_signed(tmp_path: Path) -> None:
+    steps_left = [1]
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: _NotFinite(make_engine(config), steps_left))
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert "the engine drew what cannot be sent" in next(iter(w.trainer.returned.values()))
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4)
+            assert node.failure is None
+
+    trio.run(scenario)
+
+
+def test_a_full_disk_stops_the_drawing_and_loses_no_finished_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.weights._STORAGE_RETRY_SECONDS", 0.05)
+    full = True
+    waiting: set[bytes] = set()
+    put_trace = RunStore.put_trace
+
+    def fails_while_full(store: RunStore, signed: Signed, trace: Trace) -> Unsent:
+        if full:
+            waiting.add(signed.digest)
+            raise StorageError("the disk is full: keeping a finished trace needs 1.5 KiB")
+        return put_trace(store, signed, trace)
+
+    monkeypatch.setattr(RunStore, "put_trace", fails_while_full)
+
+    async def scenario() -> None:
+        nonlocal full
+        async with world(tmp_path) as w:
+            w.trainer.max_leases = 6
+            node = w.node(slots=8)
+            said = await node.until_said("storage", 24)  # each that waits says so now and then
+            assert "a finished trace waits for it" in said.text
+            assert 8 <= len(waiting) <= 16  # a batch that finished, and those that were drawn beside it
+            full = False
+            await w.trainer.until(lambda: len(w.trainer.traces) == 24)
+            assert w.trainer.returned == {}
 
     trio.run(scenario)
 
