@@ -22,10 +22,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_FIGURES_MOST: Final = 50.0  # log ratios are cut here in the figures, whose squares must stay finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +83,24 @@ def token_losses(logprobs: Tensor, mu: Tensor, advantages: Tensor, settings: Los
     logprobs carries the gradient; mu and advantages (the completion's, repeated) do not.
     """
     log_ratio = logprobs - mu
-    ratio = log_ratio.exp()
     moved = logprobs.detach().exp() - mu.exp()
     too_far = torch.where(advantages > 0, moved, torch.where(advantages < 0, -moved, 0.0)) > settings.mask_difference
     # As a clamp on the logarithm: exp of a large difference would be infinite, and its gradient NaN.
     weight = log_ratio.clamp(max=math.log(settings.ratio_cap)).exp()
     gain = torch.where(too_far, 0.0, advantages * weight)
     losses = (settings.log_ratio_penalty * log_ratio.square() - gain) / settings.tokens
-    return losses, _sums(losses, log_ratio, ratio, too_far)
+    return losses, _sums(losses, log_ratio, too_far)
 
 
 @torch.no_grad()
-def _sums(losses: Tensor, log_ratio: Tensor, ratio: Tensor, too_far: Tensor) -> LossSums:
-    wide, log_wide = ratio.double(), log_ratio.double()
-    parts = (losses.double().sum(), wide.sum(), wide.square().sum(), (wide - 1 - log_wide).sum())
+def _sums(losses: Tensor, log_ratio: Tensor, too_far: Tensor) -> LossSums:
+    wide = log_ratio.double()
+    ratio = wide.clamp(max=_FIGURES_MOST).exp()
+    parts = (
+        losses.double().sum(),
+        ratio.sum(),
+        ratio.square().sum(),
+        (ratio - 1 - wide.clamp(max=_FIGURES_MOST)).sum(),
+    )
     loss, ratios, squares, divergence = torch.stack(parts).tolist()
     return LossSums(losses.numel(), loss, ratios, squares, divergence, int(too_far.sum()))

@@ -96,10 +96,11 @@ def test_a_policy_that_has_not_moved_learns_by_advantage_alone() -> None:
     assert (sums.ess, sums.kl, sums.masked_share) == (1.0, 0.0, 0.0)
 
 
-def test_a_ratio_beyond_float_range_gives_a_finite_gradient() -> None:
+def test_a_ratio_beyond_float_range_gives_a_finite_gradient_and_finite_figures() -> None:
     log_pi = torch.tensor([-1e-6, -1e-6], requires_grad=True)
-    losses, _ = token_losses(log_pi, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), SETTINGS)
+    losses, sums = token_losses(log_pi, torch.tensor([-500.0, -500.0]), torch.tensor([1.0, -1.0]), SETTINGS)
     losses.sum().backward()
+    assert all(math.isfinite(figure) for figure in (sums.loss, sums.ess, sums.kl)) and sums.kl > 1e-2
     assert torch.isfinite(losses).all() and log_pi.grad is not None and torch.isfinite(log_pi.grad).all()
 
 
