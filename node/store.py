@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,8 +278,10 @@ class RunStore:
             self._sweep()
         self._receipts = Log(folder / "receipts.log", config.log_bytes)
         self._verdicts = Log(folder / "verdicts.log", config.log_bytes)
-        self.unsent: dict[bytes, Unsent] = self._read_outbox()
-        self.held: dict[int, HeldPolicy] = self._read_policies()
+        # Methods run in threads, readers may be in the middle of a loop: these two are replaced, never changed.
+        self._changing = threading.Lock()
+        self.unsent: Mapping[bytes, Unsent] = self._read_outbox()
+        self.held: Mapping[int, HeldPolicy] = self._read_policies()
 
     def _sweep(self) -> None:
         """What a kill left half-written. Blobs stay: they are how a download goes on."""
@@ -330,7 +333,7 @@ class RunStore:
             if hashlib.sha256(data).digest() == digest:
                 return data
             path.unlink()
-        for held in tuple(self.held.values()):
+        for held in self.held.values():
             if digest in held.places:
                 name, offset, length = held.places[digest]
                 data = _read_range(held.folder / name, offset, length)
@@ -377,7 +380,8 @@ class RunStore:
                 os.rename(beside, final)
             _sync_folder(self._policies)
         held = _held(final, signed)
-        self.held[held.version] = held
+        with self._changing:
+            self.held = {**self.held, held.version: held}
         return held
 
     def _write_file(self, path: Path, file: PolicyFile) -> None:
@@ -409,16 +413,21 @@ class RunStore:
         with contextlib.suppress(PolicyError, OSError):
             if policy_root(held.folder) == held.root:
                 return held
-        del self.held[version]
-        shutil.rmtree(held.folder, ignore_errors=True)
+        self._drop_policies([version])
         return None
+
+    def _drop_policies(self, versions: Iterable[int]) -> None:
+        with self._changing:
+            dropped = [self.held[version] for version in versions]
+            self.held = {version: held for version, held in self.held.items() if held not in dropped}
+        for held in dropped:
+            shutil.rmtree(held.folder, ignore_errors=True)
 
     def prune(self, in_use: Iterable[int]) -> None:
         """Keep the last few versions, those in use, and those an unsent trace was drawn from."""
         newest = sorted(self.held)[-self._config.keep_versions :]
-        keep = {*newest, *in_use, *(each.policy_version for each in tuple(self.unsent.values()))}
-        for version in [each for each in self.held if each not in keep]:
-            shutil.rmtree(self.held.pop(version).folder, ignore_errors=True)
+        keep = {*newest, *in_use, *(each.policy_version for each in self.unsent.values())}
+        self._drop_policies([version for version in self.held if version not in keep])
 
     # --- leases that are not settled ---
 
@@ -447,8 +456,13 @@ class RunStore:
         digest = signed.digest
         write_whole(self._outbox / f"{digest.hex()}.trace", codec.encode(signed), "keeping a finished trace")
         unsent = Unsent(digest, trace.lease_id, trace.slot, trace.policy_version)
-        self.unsent[digest] = unsent
+        with self._changing:
+            self.unsent = {**self.unsent, digest: unsent}
         return unsent
+
+    def _forget_trace(self, digest: bytes) -> None:
+        with self._changing:
+            self.unsent = {each: unsent for each, unsent in self.unsent.items() if each != digest}
 
     def read_trace(self, digest: bytes) -> Signed:
         path = self._outbox / f"{digest.hex()}.trace"
@@ -479,7 +493,7 @@ class RunStore:
             }
         )
         (self._outbox / f"{digest.hex()}.trace").unlink(missing_ok=True)
-        del self.unsent[digest]
+        self._forget_trace(digest)
 
     def refuse(self, digest: bytes) -> None:
         """The trainer refused the trace on the spot: keep it for an appeal, the oldest make room."""
@@ -490,7 +504,7 @@ class RunStore:
             kept = sorted(self._refused.iterdir(), key=lambda each: each.stat().st_mtime_ns)
             for path in kept[: max(0, len(kept) - self._config.keep_refused)]:
                 path.unlink(missing_ok=True)
-        self.unsent.pop(digest, None)
+        self._forget_trace(digest)
 
     # --- verdicts ---
 

@@ -235,6 +235,18 @@ def test_refused_traces_are_kept_for_an_appeal_up_to_a_bound(tmp_path: Path) -> 
     assert len(list((tmp_path / "refused").iterdir())) == 2
 
 
+def test_whoever_is_looking_through_the_outbox_is_not_disturbed_by_what_comes_and_goes(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, config())
+    for slot in range(3):
+        store.put_trace(*trace(slot))
+    seen = []
+    for digest in store.unsent:
+        store.refuse(digest)
+        store.put_trace(*trace(len(seen) + 10))
+        seen.append(digest)
+    assert len(seen) == 3 and len(store.unsent) == 3
+
+
 def test_a_file_in_the_outbox_that_is_no_trace_is_put_aside(tmp_path: Path) -> None:
     RunStore(tmp_path, config())
     (tmp_path / "outbox" / "00.trace").write_bytes(b"gibberish")
