@@ -39,7 +39,7 @@ class PolicyModel:
         self.dtype = _dtype(dtype)
         self.device = torch.device(device)
         self._fields = _config_fields(folder)
-        self._model = _load(folder, self.dtype).to(self.device)
+        self._model = _load(folder, self.dtype, self.device)
         text: Any = self._model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
         self.hidden_size = int(text.hidden_size)
@@ -198,7 +198,7 @@ def _config_fields(folder: Path) -> dict[str, Any]:
         raise EngineError(f"{path} is not a model's configuration: {error}") from None
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -211,7 +211,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     except Exception as error:  # transformers raises many kinds for a bad folder
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineError(f"{folder} is not a policy that transformers can load: {first}") from error
-    return model.eval().requires_grad_(False)
+    try:
+        return model.eval().requires_grad_(False).to(device)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(f"the policy in {folder} does not fit on {device} as {dtype}: use a larger one") from error
 
 
 def _attention_kinds(config: Any) -> frozenset[str]:

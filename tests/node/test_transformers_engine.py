@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -255,7 +256,8 @@ def small_policy(folder: Path, **changes: object) -> Path:
     }  # fmt: skip
     torch.manual_seed(0)
     config = AutoConfig.for_model(**fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make: Any = AutoModelForCausalLM.from_config
+    make(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(EMBEDDED / name, folder / name)
     return folder

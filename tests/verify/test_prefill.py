@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from node.engine import SequenceRequest, TurnDone
+from node.transformers_engine import TransformersEngine
 from protocol.errors import EngineError, UsageError
 from verify.prefill import Passage, Recomputed, Verifier
-from verify.sampling import margins, sample
+from verify.sampling import judge_margins, margins, sample
+from verify.thresholds import limits_for
+from verify.toploc import compare_proofs, judge_proofs
 
-EMBEDDED = Path(__file__).parents[2] / "trainer" / "embedded"
+ROOT = Path(__file__).parents[2]
+EMBEDDED = ROOT / "trainer" / "embedded"
+SMOLLM2 = Path(os.environ.get("RLCOMMONS_SMOLLM2", ROOT / ".cache" / "smollm2"))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,7 @@ def by_hand(policy: Path, passage: Passage) -> Recomputed:
     """The definition, without batching: all logits of one row, then the sampler's margins."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     with torch.inference_mode():
         out = model(torch.tensor([passage.prompt + passage.tokens]), output_hidden_states=True)
     rows = [len(passage.prompt) - 1 + offset for offset in passage.generated]
@@ -93,7 +101,7 @@ def test_tokens_drawn_with_the_seed_have_no_margin_and_others_do(verifier: Verif
     tokens: list[int] = []
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)
     for _ in range(24):
         ids = torch.tensor([[*passage.prompt, *tokens]])
         with torch.inference_mode():
@@ -115,7 +123,8 @@ def test_a_model_with_a_soft_cap_is_recomputed_with_it(tmp_path: Path) -> None:
         query_pre_attn_scalar=8, initializer_range=0.3,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make: Any = AutoModelForCausalLM.from_config
+    make(config).save_pretrained(tmp_path)
     verifier = Verifier(tmp_path, threads=1)
     group = [make_passage(seed, 20, 30) for seed in range(3)]
     group += [Passage(make_passage(9, 200, 1).prompt, p.tokens, p.generated, p.seed, 1.0) for p in group]
@@ -176,6 +185,34 @@ def test_logits_that_are_not_finite_are_our_fault(tmp_path: Path) -> None:
 def test_what_no_model_could_run_is_refused(verifier: Verifier, passage: Passage, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         verifier.recompute([make_passage(1, 5, 5), passage])
+
+
+@pytest.mark.parametrize(
+    "policy", [EMBEDDED, pytest.param(SMOLLM2, marks=pytest.mark.smollm2)], ids=lambda path: path.name
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_the_engine_draws_is_judged_honest_in_the_same_dtype(policy: Path, dtype: str) -> None:
+    if not policy.is_dir():
+        pytest.skip(f"no policy in {policy}: run scripts/convert-smollm2, or set RLCOMMONS_SMOLLM2")
+    engine = TransformersEngine(dtype=dtype, slots=4, threads=1)
+    engine.load(policy, bytes(32))
+    prompts = [make_passage(index, 5 + 11 * index, 1).prompt for index in range(4)]
+    for index, prompt in enumerate(prompts):
+        engine.open(SequenceRequest(str(index), prompt, index, 1.0, 20))
+    turns: dict[str, TurnDone] = {}
+    for _ in range(1_000):
+        turns.update((turn.key, turn) for turn in engine.step())
+        if len(turns) == len(prompts):
+            break
+    passages = [
+        Passage(prompt, turns[str(i)].tokens, tuple(range(len(turns[str(i)].tokens))), i, 1.0)
+        for i, prompt in enumerate(prompts)
+    ]
+    limits = limits_for(dtype, dtype)
+    for index, ours in enumerate(Verifier(policy, dtype, threads=1).recompute(passages)):
+        chunks = compare_proofs(ours.hidden, engine.finish(str(index)))
+        assert judge_proofs(chunks, limits).ok
+        assert all(judgement.ok for judgement in judge_margins(ours.margins, limits))
 
 
 def test_the_fingerprint_names_engine_and_precision(verifier: Verifier) -> None:
