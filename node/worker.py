@@ -87,6 +87,7 @@ class Worker:
         self._changed = trio.Event()
         self._next: HeldPolicy | None = None  # the newest policy that is whole on the disk
         self._loaded: HeldPolicy | None = None  # the policy in the engine
+        self._coming: HeldPolicy | None = None  # the policy that is being loaded
         self._engine: EngineThread | None = None
         self._tasks = Tasks(config)
         self._durations: deque[float] = deque(maxlen=_DURATIONS_KEPT)
@@ -120,7 +121,7 @@ class Worker:
     def versions(self) -> tuple[int, ...]:
         """Policy versions to ask leases for: the newest, and the one in the engine, whose groups others may not
         be able to finish."""
-        named = {held.version for held in (self._loaded, self._next) if held is not None}
+        named = {held.version for held in (self._coming or self._loaded, self._next) if held is not None}
         return tuple(sorted(named))
 
     def versions_in_use(self) -> frozenset[int]:
@@ -187,8 +188,9 @@ class Worker:
         held = self._store.held.get(lease.policy_version)
         if held is None or held.root != lease.policy_root:
             raise PolicyError(f"this node does not hold policy {lease.policy_version}")
-        if self._loaded is not None and lease.policy_version < self._loaded.version:
-            raise PolicyError(f"policy {lease.policy_version} left the engine for version {self._loaded.version}")
+        present = self._coming or self._loaded
+        if present is not None and lease.policy_version < present.version:
+            raise PolicyError(f"policy {lease.policy_version} left the engine for version {present.version}")
         await self._tasks.check_prompt(lease, held, self.trainer_software)
 
     # --- the engine's life ---
@@ -277,18 +279,23 @@ class Worker:
         if target is None:
             return
         self._status.state = f"loading policy {target.version}"
-        began = trio.current_time()
+        self._coming, began = target, trio.current_time()
         try:
-            await engine.call(lambda each: each.load(target.folder, target.root))
+            await self._load(engine, target)
+            if loaded is None:
+                await self._probe(engine, target)
         except PolicyError as error:
             self._unusable(target, str(error))
-            return
+        else:
+            await self._swapped(target, trio.current_time() - began)
+        finally:
+            self._coming = None
+
+    async def _load(self, engine: EngineThread, target: HeldPolicy) -> None:
+        await engine.call(lambda each: each.load(target.folder, target.root))
         # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
         if await engine.call(lambda each: each.loaded_root) != target.root:
             raise EngineError(f"the engine loaded another policy than version {target.version}")
-        if loaded is None:
-            await self._probe(engine, target)
-        await self._swapped(target, trio.current_time() - began)
 
     def _unusable(self, target: HeldPolicy, why: str) -> None:
         """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""
