@@ -13,7 +13,7 @@ from typing import Final
 
 from protocol import codec, limits
 from protocol.envelope import Signed, seal
-from protocol.errors import Code, EnvironmentFault, Refused
+from protocol.errors import Code, Refused
 from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.messages import GetLeases, LeasesReply
@@ -104,14 +104,13 @@ class Leasing:
         """The leases, and why there are fewer than granted."""
         leases: list[Signed] = []
         size = 0
+        fault = self._stock.fault()
+        if fault is not None:
+            self._ledger.add_event(now_ms, "environment", f"a task was passed over: {fault}")
         for grant in grants:
-            try:
-                group = self._new_group(grant.version, now_ms) if grant.group_id is None else self._group(grant)
-            except EnvironmentFault as fault:
-                self._ledger.add_event(now_ms, "environment", str(fault))
-                return leases, f"a fault of the trainer: {fault}"
+            group = self._new_group(grant.version, now_ms) if grant.group_id is None else self._group(grant)
             if group is None:
-                return leases, "the next tasks are being prepared"
+                return leases, f"a fault of the trainer: {fault}" if fault else "the next tasks are being prepared"
             lease = self._sign(node, group, grant.slots, now_ms)
             leases.append(lease)
             size += len(lease.payload)
@@ -126,7 +125,7 @@ class Leasing:
         return found[0]
 
     def _new_group(self, version: int, now_ms: int) -> GroupRow | None:
-        """Make the next group of the run, None when its task is not ready. Raises EnvironmentFault."""
+        """Make the next group of the run; None when its task is not ready."""
         task = self._stock.take()
         if task is None:
             return None

@@ -82,18 +82,16 @@ class Stock:
         self._thread.join(_END_SECONDS)
 
     def take(self) -> Task | None:
-        """The next task; None when none is ready yet.
-
-        Raises EnvironmentFault, once for each, when none is ready because its environment failed.
-        """
+        """The next task; None when none is ready yet."""
         with self._changed:
-            if self._ready:
-                self._changed.notify_all()
-                return self._ready.popleft()
+            self._changed.notify_all()
+            return self._ready.popleft() if self._ready else None
+
+    def fault(self) -> EnvironmentFault | None:
+        """The latest failure of an environment since the last call, whose task was passed over."""
+        with self._changed:
             fault, self._fault = self._fault, None
-        if fault is not None:
-            raise fault
-        return None
+            return fault
 
     def wait_ready(self, seconds: float) -> bool:
         """Wait until a task is ready, at most `seconds`; whether one is."""
@@ -117,7 +115,6 @@ class Stock:
     def _put(self, task: Task) -> None:
         with self._changed:
             self._ready.append(task)
-            self._fault = None
             self._changed.notify_all()
 
     def _note(self, fault: EnvironmentFault) -> None:
