@@ -245,11 +245,11 @@ def test_a_swapped_policy_draws_as_a_freshly_loaded_one(engine: TransformersEngi
     assert before is not None
 
 
-def small_policy(folder: Path, **changes: object) -> Path:
+def small_policy(folder: Path, **changes: Any) -> Path:
     """A random model with the embedded tokenizer; `changes` to a tiny Llama, or `model_type` of another kind."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields: dict[str, object] = {
+    fields: dict[str, Any] = {
         "model_type": "llama", "vocab_size": 106, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 3,
         "bos_token_id": 2, "pad_token_id": 0, "head_dim": 8, "initializer_range": 0.3, **changes,
