@@ -227,6 +227,27 @@ def test_a_refusal_that_waiting_does_not_heal_exits_1(tmp_path: Path) -> None:
     trio.run(scenario)
 
 
+def test_a_second_ctrl_c_does_not_wait_for_the_trainer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = SmallTrainer()
+        async with serving(trainer) as host:
+            process = start(tmp_path, "join", trainer.address(host), "--json")
+            try:
+                await trainer.until(lambda: len(trainer.traces) >= 1)
+                trainer.on_request = lambda request: RemoteError(Code.BUSY, "not now")
+                process.send_signal(signal.SIGINT)
+                assert process.stdout is not None
+                while '"stopping"' not in await trio.to_thread.run_sync(process.stdout.readline):
+                    pass
+                process.send_signal(signal.SIGINT)
+                await ended(process)
+            finally:
+                process.kill()
+            assert process.returncode == 130
+
+    trio.run(scenario)
+
+
 def test_doctor_finds_nothing_to_do_where_all_is_well(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = SmallTrainer()

@@ -386,6 +386,23 @@ def test_a_verdict_that_the_trainer_did_not_sign_is_not_believed(tmp_path: Path)
     trio.run(scenario)
 
 
+def test_a_new_policy_is_found_by_heartbeat_when_its_announcement_was_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEARTBEAT_SECONDS", 0.05)
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node()
+            await node.until_said("policy_loaded")
+            w.trainer.publish(EMBEDDED, 1)
+            said = await node.until_said("policy_loaded", 2)
+            assert said.values["version"] == 1
+            await w.trainer.until(lambda: w.trainer.heartbeats[-1].policy_version == 1)
+
+    trio.run(scenario)
+
+
 def test_an_empty_answer_is_waited_out_and_its_cause_is_told_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
