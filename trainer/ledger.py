@@ -841,7 +841,8 @@ class Ledger:
             (group_id, SubmissionState.ACCEPTED),
         )
         return tuple(
-            TrainingTrace(*row[:5], None if row[5] is None else np.frombuffer(row[5], dtype="<f4")) for row in rows
+            TrainingTrace(slot, node, digest, reward, trace, None if mu is None else np.frombuffer(mu, dtype="<f4"))
+            for slot, node, digest, reward, trace, mu in rows
         )
 
     def record_step(self, step: StepRow, root: bytes, taken: Iterable[bytes]) -> None:

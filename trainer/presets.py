@@ -16,7 +16,7 @@ EMBEDDED: Final[Mapping[str, Any]] = MappingProxyType(
         "groups_per_step": 8,  # 16 need 1.6 times the traces for the same reward
         "max_turn_tokens": 16,
         "max_tokens": 128,
-        "lease_seconds": 30.0,
+        "lease_seconds": 60.0,  # two turns take a second; the rest is for a busy machine
         "open_groups": 24,  # about three steps' worth in flight
         "learning_rate": 1e-3,  # 5e-4 should staleness stay near 8
         "warmup_steps": 5,

@@ -24,10 +24,11 @@ def line(found: dict[str, Any]) -> str:
     """The summary as one plain line, for a log or a pipe."""
     refused = ", ".join(f"{reason} {count}" for reason, count in found["refusals"].items())
     connected = sum(node["connected"] for node in found["nodes"])
+    rate, staleness = f"{found['tokens_per_second']:,.0f}", _number(found["staleness_mean"], 1)
     return (
         f"{time.strftime('%H:%M:%S')}  version {found['version']}  reward {_number(found['reward_mean'], 3)}  "
         f"admitted {found['accepted']}  refused {found['refused']}{f' ({refused})' if refused else ''}  "
-        f"{found['tokens_per_second']:,.0f} tokens/s  staleness {_number(found['staleness_mean'], 1)}  nodes {connected}"
+        f"{rate} tokens/s  staleness {staleness}  nodes {connected}"
     )
 
 

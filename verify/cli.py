@@ -73,11 +73,11 @@ def _check(options: argparse.Namespace) -> int:
     evidence = read_evidence(options.trace)
     require_policy(options.policy, evidence.lease)
     judged = judge(evidence, options.policy, device=options.device, with_model=not options.no_model)
-    theirs = evidence.verdict
+    digest, theirs = evidence.signed_trace.digest, evidence.verdict
     if options.json:
-        print(json.dumps(as_json(judged, evidence.signed_trace.digest, theirs)))
+        print(json.dumps(as_json(judged, digest, theirs)))
     else:
-        print_verdict(judged, evidence.trace.node, theirs)
+        print_verdict(judged, evidence.trace.node, digest, theirs)
     return {Outcome.ACCEPTED: 0, Outcome.REFUSED: 1, Outcome.NOT_JUDGED: 3}[judged.outcome]
 
 

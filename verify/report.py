@@ -25,29 +25,33 @@ class Judged:
     detail: str = ""
 
 
-def disagreement(ours: Judged, theirs: Verdict) -> str | None:
+def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
     """Why the trainer's verdict is not ours, naming the check; None when they agree.
 
     Measured values may differ within the limits, so outcomes are compared, check by check; a check only one
     side ran is no disagreement.
     """
+    if theirs.trace_digest != digest:
+        return f"it is on another trace, {theirs.trace_digest.hex()[:16]}…; this one is {digest.hex()[:16]}…"
     mine = {check.name: check for check in ours.checks}
     for check in theirs.checks:
         other = mine.get(check.name)
         if other is None or CheckOutcome.SKIPPED in (check.outcome, other.outcome):
             continue
         if other.outcome is not check.outcome:
-            return f"check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
+            return f"disagrees at check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
     if theirs.outcome is Outcome.NOT_JUDGED:
         return None
     if ours.outcome is not theirs.outcome and (theirs.audited or ours.outcome is Outcome.ACCEPTED):
-        return f"the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
+        return (
+            f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
+        )
     return None
 
 
 def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, Any]:
     """SPEC 14: the JSON verdict of `rlverify check --json`."""
-    why = None if theirs is None else disagreement(ours, theirs)
+    why = None if theirs is None else disagreement(ours, digest, theirs)
     return {
         "spec": "1.0",
         "trace": digest.hex(),
@@ -81,32 +85,38 @@ def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, An
     }
 
 
-def print_verdict(ours: Judged, node: bytes, theirs: Verdict | None) -> None:
+def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | None) -> None:
     """The checks as a table, then the outcome in one line."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    skips = [check for check in ours.checks if check.outcome is CheckOutcome.SKIPPED]
     table = Table(box=None, pad_edge=False)
     for heading in ("check", "", "value", "limit", "tokens", "detail"):
         table.add_column(heading, overflow="fold", justify="right" if heading in ("value", "limit") else "left")
-    styles = {CheckOutcome.PASSED: "green", CheckOutcome.FAILED: "bold red", CheckOutcome.SKIPPED: "dim"}
+    styles = {CheckOutcome.PASSED: "green", CheckOutcome.FAILED: "bold red"}
     for check in ours.checks:
-        style = styles[check.outcome]
+        if check.outcome is CheckOutcome.SKIPPED:
+            continue
+        outcome = Text(check.outcome.lower(), style=styles[check.outcome])
         span = "" if check.start is None else f"{check.start}:{check.end}"
-        words = check.outcome.lower()
-        table.add_row(
-            check.name, f"[{style}]{words}[/]", _number(check.value), _number(check.limit), span, check.detail
-        )
-    console = Console(highlight=False)
+        table.add_row(check.name, outcome, _number(check.value), _number(check.limit), span, Text(check.detail))
+    console = Console(highlight=False, markup=False)
     console.print(table)
+    if skips:
+        console.print(f"not run, {skips[0].detail}: {', '.join(check.name for check in skips)}", style="dim")
     colour = {Outcome.ACCEPTED: "green", Outcome.REFUSED: "red", Outcome.NOT_JUDGED: "yellow"}[ours.outcome]
     reason = f" ({ours.reason}{': ' + ours.detail if ours.detail else ''})" if ours.reason else ""
     audited = "" if ours.audited or ours.outcome is not Outcome.ACCEPTED else " by the checks that need no model"
-    console.print(f"[bold {colour}]{ours.outcome}[/]{audited}{reason} — node {identity.peer_id(node)}")
+    console.print(
+        Text(str(ours.outcome), style=f"bold {colour}").append(f"{audited}{reason}", style="not bold default")
+    )
+    console.print(f"node {identity.peer_id(node)}", soft_wrap=True)
     if theirs is not None:
-        why = disagreement(ours, theirs)
+        why = disagreement(ours, digest, theirs)
         said = f"{theirs.outcome}{f' ({theirs.reason})' if theirs.reason else ''}"
-        console.print(f"trainer's verdict: {said}: " + ("agrees" if why is None else f"[bold red]disagrees[/]: {why}"))
+        console.print(f"trainer's verdict {said}: {'agrees' if why is None else why}")
 
 
 def _number(value: float | None) -> str:
