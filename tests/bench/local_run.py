@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-START_SECONDS = 120
+START_SECONDS = 240
 
 
 def start(log: Path, *words: object) -> subprocess.Popen[bytes]:

@@ -30,7 +30,7 @@ def command(module: str, *words: object) -> list[str]:
 
 def call(module: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(module, *words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        command(module, *words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
 
 
@@ -66,7 +66,7 @@ class Network:
     def serve(self) -> subprocess.Popen[bytes]:
         self.run.address.unlink(missing_ok=True)
         process = self.start("serve", command("trainer.cli", "serve", self.run.path, "--json"))
-        wait_until(lambda: self.run.address.exists() or process.poll() is not None, 90, "the gateway listens")
+        wait_until(lambda: self.run.address.exists() or process.poll() is not None, 240, "the gateway listens")
         assert process.poll() is None, self.log("serve")
         return process
 
