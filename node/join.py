@@ -17,7 +17,9 @@ from node.config import NodeConfig
 from node.engine import Engine
 from node.failures import foremost
 from node.report import Event, Level, Report, Status
-from node.session import Peer, TrainerClock, TrainerLink
+from node.session import Parts, TrainerClock, TrainerLink
+from node.submit import Submitter
+from node.verdicts import Verdicts
 from node.weights import PeerBlobs, PolicyFollower
 from node.worker import Terms, Worker
 from protocol.errors import StorageError
@@ -95,9 +97,10 @@ async def _run_parts(
         follower = PolicyFollower(
             address.run, address.trainer, config, store, source, worker.policy_ready, report, status, random
         )
-        link = TrainerLink(
-            Peer(address, identity), host, config, store, worker, follower, clock, report, status, random
-        )
+        verdicts = Verdicts(address.run, address.trainer, identity.node, store, report, status)
+        submitter = Submitter(terms, config, store, worker, verdicts, report, status)
+        parts = Parts(store, worker, follower, submitter, verdicts)
+        link = TrainerLink(address, host, config, parts, clock, report, status, random)
         link.resume()
         nursery.start_soon(worker.run)
         nursery.start_soon(follower.run)

@@ -109,7 +109,7 @@ class SmallTrainer:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for something a test is after, with a deadline."""
-        with trio.fail_after(30):
+        with trio.fail_after(90):
             while not condition():
                 await self.changed.wait()
 

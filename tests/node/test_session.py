@@ -25,7 +25,7 @@ def run_folder(node: Node) -> Path:
 
 
 async def until_ended(node: Node) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(90):
         await node.ended.wait()
 
 

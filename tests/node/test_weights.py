@@ -67,7 +67,7 @@ async def downloading(
 ) -> AsyncIterator[Download]:
     network = memory.Network()
     identity = Identity.generate()
-    with trio.fail_after(30):
+    with trio.fail_after(90):
         async with (
             network.host(trainer.identity) as theirs,
             network.host(identity, listen=()) as ours,

@@ -235,7 +235,7 @@ def test_an_engine_that_cannot_be_made_ends_the_node_with_the_reason(tmp_path: P
     async def scenario() -> None:
         async with world(tmp_path) as w:
             node = w.node(make=cannot)
-            with trio.fail_after(30):
+            with trio.fail_after(90):
                 await node.ended.wait()
             assert "cuda:7" in str(node.failure)
 
@@ -253,7 +253,7 @@ def test_an_engine_that_draws_other_tokens_does_not_join(tmp_path: Path) -> None
     async def scenario() -> None:
         async with world(tmp_path) as w:
             node = w.node(make=lambda config: _OtherTokens(make_engine(config), [0]))
-            with trio.fail_after(30):
+            with trio.fail_after(90):
                 await node.ended.wait()
             assert "start-up check of the engine failed" in str(node.failure)
             assert w.trainer.traces == {}

@@ -1,0 +1,91 @@
+"""What the trainer decided about this node's traces: verified, counted once, logged, shown with its reason.
+
+Not here: judging (verify/).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Final
+
+from node.report import Event, Level, Report, Status
+from node.store import RunStore
+from node.weights import keep_trying
+from protocol.envelope import Signed, unseal
+from protocol.errors import Code, RemoteError
+from protocol.verdict import Outcome, Verdict, check_verdict
+
+_REMEMBERED: Final = 8_192  # a verdict comes along with a receipt and again by heartbeat
+
+
+class Verdicts:
+    """The verdicts of one run on one node."""
+
+    def __init__(
+        self, run: bytes, trainer: bytes, node: bytes, store: RunStore, report: Report, status: Status
+    ) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._node = node
+        self._store = store
+        self._report = report
+        self._status = status
+        self._counted: OrderedDict[bytes, None] = OrderedDict()
+
+    def open(self, signed: Signed) -> Verdict:
+        """Raises RemoteError when it is not the trainer's, or is not about this node."""
+        verdict = unseal(Verdict, signed, signer=self._trainer)
+        check_verdict(verdict)
+        if verdict.run != self._run or verdict.node != self._node:
+            raise RemoteError(Code.MALFORMED, "the trainer sent a verdict of another run or on another node")
+        return verdict
+
+    async def note(self, signed: tuple[Signed, ...], cursor: int) -> None:
+        """Take what a heartbeat brought; the cursor moves when all of it is in the log."""
+        if not signed and cursor == self._store.verdict_cursor:
+            return
+        noted = []
+        for each in signed:
+            verdict = self.open(each)
+            self.count(verdict)
+            noted.append((summary(verdict), each))
+        await keep_trying(self._report, "the verdicts' log", self._store.note_verdicts, noted, cursor)
+
+    def count(self, verdict: Verdict) -> None:
+        """Show a verdict, once."""
+        if verdict.trace_digest in self._counted:
+            return
+        self._counted[verdict.trace_digest] = None
+        if len(self._counted) > _REMEMBERED:
+            self._counted.popitem(last=False)
+        values, reason = summary(verdict), str(verdict.reason)
+        if verdict.outcome == Outcome.ACCEPTED:
+            self._status.accepted += 1
+            event = Event("verdict", "a trace was accepted", Level.DETAIL, values)
+        elif verdict.outcome == Outcome.REFUSED:
+            self._status.refused[reason] += 1
+            self._status.last_refusal = f"{reason}: {values['detail']}"
+            event = Event("verdict", f"a trace was refused, {reason}: {values['detail']}", Level.WARNING, values)
+        else:
+            self._status.not_judged[reason] += 1
+            event = Event("verdict", f"a trace was not judged, {reason} (no fault of this node)", Level.INFO, values)
+        self._report(event)
+
+
+def summary(verdict: Verdict) -> dict[str, Any]:
+    """A verdict in a line of JSON: the failed check with its value, limit and span where there is one."""
+    failed = next((check for check in verdict.checks if check.reason is not None), None)
+    found: dict[str, Any] = {
+        "trace": verdict.trace_digest.hex(),
+        "lease": verdict.lease_id.hex(),
+        "slot": verdict.slot,
+        "outcome": str(verdict.outcome),
+        "reason": None if verdict.reason is None else str(verdict.reason),
+        "audited": verdict.audited,
+        "reward": verdict.reward,
+        "detail": "",
+    }
+    if failed is not None:
+        found |= {"detail": failed.detail, "check": failed.name, "value": failed.value, "limit": failed.limit}
+        found |= {"start": failed.start, "end": failed.end}
+    return found
