@@ -64,7 +64,8 @@ class Engine(Protocol):
     def load(self, policy: Path, root: bytes) -> None:
         """Take the policy in this folder, in place where it has the same shape. The caller checked its digests.
 
-        Refuses while sequences are open: one policy a sequence.
+        Refuses while sequences are open: one policy a sequence. A folder that is no policy, or none that this
+        engine can run, raises PolicyError or EngineError and leaves the engine ready to load another.
         """
 
     def open(self, request: SequenceRequest) -> None:

@@ -86,6 +86,11 @@ class EngineThread:
                 waiter.give(error)
         self._turns.clear()
 
+    @property
+    def is_broken(self) -> bool:
+        """It failed by itself; what a command raised without breaking it does not count."""
+        return self._failure is not None
+
     # --- for tasks ---
 
     async def call(self, command: Callable[[Engine], T]) -> T:

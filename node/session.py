@@ -37,6 +37,7 @@ from protocol.run import RunAddress, open_genesis
 from protocol.trace import EngineDescriptor
 
 _SHORTEST_RETRY_MS: Final = 50
+_IDLE_SECONDS: Final = 10.0  # a learner's step takes less, and during one there may be nothing to draw
 _LASTING_SECONDS: Final = 30.0  # a session that held so long was a good one: the next try comes soon
 _LONG_READING_SECONDS: Final = 5.0
 _GOODBYE_SECONDS: Final = 1.0
@@ -99,7 +100,8 @@ class TrainerLink:
         self._report = report
         self._status = status
         self._random = random
-        self._last_cause = ""
+        self._idle_since: float | None = None
+        self._idle_told = False
 
     # --- connecting ---
 
@@ -218,7 +220,7 @@ class TrainerLink:
                 # Not the same question again: by then room and versions are others.
                 reply = messages.LeasesReply((), int(next(delays) * 1000), str(error))
             if reply.leases:
-                delays = asker.delays()
+                delays, self._idle_since = asker.delays(), None
             else:
                 await self._wait_for_leases(reply, versions)
 
@@ -234,12 +236,20 @@ class TrainerLink:
             self._worker.wake()
 
     async def _wait_for_leases(self, reply: messages.LeasesReply, versions: tuple[int, ...]) -> None:
-        if reply.cause and reply.cause != self._last_cause:
-            self._say("no_leases", f"no lease now: {reply.cause}", retry_ms=reply.retry_ms)
-        self._last_cause = reply.cause
+        self._tell_idle(reply)
         with trio.move_on_after(max(reply.retry_ms, _SHORTEST_RETRY_MS) / 1000):
             while self._worker.versions() == versions:
                 await self._worker.wants_leases.wait()
+
+    def _tell_idle(self, reply: messages.LeasesReply) -> None:
+        """Why there is nothing to do: to a script at once, to a person when it lasts; each once."""
+        now = trio.current_time()
+        if self._idle_since is None:
+            self._idle_since, self._idle_told = now, False
+            self._say("no_leases", f"no lease now: {reply.cause}", Level.DETAIL, retry_ms=reply.retry_ms)
+        elif not self._idle_told and now - self._idle_since > _IDLE_SECONDS:
+            self._idle_told = True
+            self._say("idle", f"nothing to draw for {_IDLE_SECONDS:.0f} s: {reply.cause}")
 
     async def _return_leases(self, asker: Asker) -> None:
         while True:

@@ -292,7 +292,13 @@ class Worker:
             self._coming = None
 
     async def _load(self, engine: EngineThread, target: HeldPolicy) -> None:
-        await engine.call(lambda each: each.load(target.folder, target.root))
+        """Raises PolicyError when the engine is in order and cannot run this policy."""
+        try:
+            await engine.call(lambda each: each.load(target.folder, target.root))
+        except EngineError as error:
+            if engine.is_broken:
+                raise
+            raise PolicyError(str(error)) from error
         # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
         if await engine.call(lambda each: each.loaded_root) != target.root:
             raise EngineError(f"the engine loaded another policy than version {target.version}")
@@ -301,7 +307,9 @@ class Worker:
         """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""
         self._next, self._loaded = self._loaded, None
         self.book.give_back_all(f"policy {target.version} cannot be used here: {why}", version=target.version)
-        self._say("policy_failed", f"policy {target.version} cannot be used: {why}", Level.ERROR)
+        instead = "waiting for" if self._next is None else f"going on with policy {self._next.version} until there is"
+        text = f"policy {target.version} cannot be used here: {why}; {instead} a newer one"
+        self._say("policy_failed", text, Level.ERROR)
         self.wake()
 
     async def _swapped(self, target: HeldPolicy, seconds: float) -> None:

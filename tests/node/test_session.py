@@ -403,7 +403,11 @@ def test_a_new_policy_is_found_by_heartbeat_when_its_announcement_was_missed(
     trio.run(scenario)
 
 
-def test_an_empty_answer_is_waited_out_and_its_cause_is_told_once(tmp_path: Path) -> None:
+def test_an_empty_answer_is_waited_out_and_its_cause_is_told_when_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.session._IDLE_SECONDS", 0.5)
+
     async def scenario() -> None:
         async with world(tmp_path) as w:
             w.trainer.max_leases = 0
@@ -420,7 +424,12 @@ def test_an_empty_answer_is_waited_out_and_its_cause_is_told_once(tmp_path: Path
             node = w.node()
             await w.trainer.until(lambda: asked >= 4)
             (said,) = node.said("no_leases")
-            assert "every task is leased" in said.text
+            assert said.level is Level.DETAIL and "every task is leased" in said.text
+            told = await node.until_said("idle")
+            assert told.level is Level.INFO and "every task is leased" in told.text
+            before = asked
+            await w.trainer.until(lambda: asked >= before + 10)
+            assert len(node.said("no_leases")) == 1 and len(node.said("idle")) == 1
 
     trio.run(scenario)
 
