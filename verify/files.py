@@ -16,7 +16,7 @@ from protocol.limits import MAX_TRACE_BYTES
 from protocol.policy import policy_root
 from protocol.run import Genesis, open_genesis, run_id
 from protocol.trace import Trace, TraceFile
-from protocol.verdict import Receipt, Verdict
+from protocol.verdict import Receipt, Verdict, check_verdict
 
 # A trace, its lease with a prompt of the greatest length, and the small objects beside them.
 MAX_FILE_BYTES = MAX_TRACE_BYTES + 1024 * 1024
@@ -61,6 +61,8 @@ def _open(file: TraceFile) -> Evidence:
     trace = codec.decode(Trace, file.trace.payload, most=MAX_TRACE_BYTES)
     receipt = None if file.receipt is None else unseal(Receipt, file.receipt, signer=trainer)
     verdict = None if file.verdict is None else unseal(Verdict, file.verdict, signer=trainer)
+    if verdict is not None:
+        check_verdict(verdict)
     return Evidence(run, genesis, lease, file.trace, trace, receipt, verdict)
 
 

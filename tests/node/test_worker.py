@@ -337,3 +337,32 @@ def test_a_policy_without_a_tokenizer_is_left_for_the_next(tmp_path: Path) -> No
             assert node.failure is None
 
     trio.run(scenario)
+
+
+def test_a_policy_that_is_no_model_is_left_for_the_next_and_the_one_before_draws_on(tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    nonsense = tmp_path / "nonsense"
+    shutil.copytree(EMBEDDED, nonsense)
+    config = json.loads((nonsense / "config.json").read_text())
+    (nonsense / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4)
+            w.trainer.publish(nonsense, 1)
+            await w.trainer.announce(1)
+            said = await node.until_said("policy_failed")
+            assert "is not a policy that transformers can load" in said.text
+            assert "going on with policy 0 until there is a newer one" in said.text
+            count = len(w.trainer.traces)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 4)
+            w.trainer.publish(another_policy(tmp_path / "other"), 2)
+            await w.trainer.announce(2)
+            await w.trainer.until(lambda: any(t.policy_version == 2 for t in w.trainer.traces.values()))
+            assert node.failure is None and node.said("engine_failed") == []
+            assert {t.policy_version for t in w.trainer.traces.values()} == {0, 2}
+
+    trio.run(scenario)

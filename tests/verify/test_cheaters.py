@@ -21,8 +21,8 @@ from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.lease import Lease
 from protocol.trace import Span, SpanKind, Trace, TraceFile
-from protocol.verdict import CheckOutcome, Outcome, Reason
-from tests.studio import Rollout, first_rollout
+from protocol.verdict import CheckOutcome, Fingerprint, Outcome, Reason, Verdict
+from tests.studio import TRAINER, Rollout, first_rollout
 from verify.files import read_evidence, require_policy
 from verify.judge import judge
 from verify.report import Judged
@@ -365,6 +365,17 @@ def test_a_lease_the_trainer_did_not_sign_cannot_be_judged(long_rollout, verdict
     forged = replace(long_rollout.file(), lease=seal(SOMEONE, long_rollout.lease))
     with pytest.raises(UsageError, match="is signed by"):
         verdict(forged)
+
+
+def test_a_verdict_of_the_trainers_that_contradicts_itself_cannot_be_judged(long_rollout, verdict) -> None:
+    lease, digest = long_rollout.lease, long_rollout.file().trace.digest
+    contradiction = Verdict(
+        run=lease.run, trace_digest=digest, lease_id=lease.lease_id, slot=0, node=lease.node,
+        policy_version=lease.policy_version, policy_root=lease.policy_root, outcome=Outcome.ACCEPTED,
+        reason=Reason.MARGIN, audited=True, reward=None, checks=(), verifier=Fingerprint("x", "", "", ""), judged_ms=1,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="a verdict cannot be ACCEPTED for the reason MARGIN"):
+        verdict(replace(long_rollout.file(), verdict=seal(TRAINER, contradiction)))
 
 
 def test_another_policys_folder_cannot_be_used(studio, long_rollout, tmp_path: Path) -> None:
