@@ -39,6 +39,8 @@ from protocol.trace import EngineDescriptor
 _SHORTEST_RETRY_MS: Final = 50
 _IDLE_SECONDS: Final = 10.0  # a learner's step takes less, and during one there may be nothing to draw
 _LASTING_SECONDS: Final = 30.0  # a session that held so long was a good one: the next try comes soon
+_TAKE_OVERS: Final = 3
+_TAKE_OVER_SECONDS: Final = 600.0
 _LONG_READING_SECONDS: Final = 5.0
 _GOODBYE_SECONDS: Final = 1.0
 
@@ -100,6 +102,7 @@ class TrainerLink:
         self._report = report
         self._status = status
         self._random = random
+        self._take_overs: list[float] = []  # times at which the trainer called this session superseded
         self._idle_since: float | None = None
         self._idle_told = False
 
@@ -116,13 +119,22 @@ class TrainerLink:
                 with foremost():
                     await self._one_session()
             except (NetError, RemoteError) as error:
-                if isinstance(error, RemoteError) and error.code in FATAL:
+                if isinstance(error, RemoteError) and (error.code in FATAL or self._taken_over(error)):
                     raise
                 if trio.current_time() - began > _LASTING_SECONDS:
                     delays = backoff(self._random)
                 delay = next(delays)
                 self._lost(error, delay)
                 await trio.sleep(delay)
+
+    def _taken_over(self, error: RemoteError) -> bool:
+        """SPEC 9.3: one session a key. Once may be this node itself, after a lost connection; again and again is
+        another machine with the same key, and two that take turns get nothing done."""
+        if error.code != Code.UNEXPECTED_MESSAGE:
+            return False
+        now = trio.current_time()
+        self._take_overs = [each for each in self._take_overs if now - each < _TAKE_OVER_SECONDS] + [now]
+        return len(self._take_overs) >= _TAKE_OVERS
 
     def _lost(self, error: Exception, delay: float) -> None:
         self._status.connected = False

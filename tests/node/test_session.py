@@ -150,6 +150,23 @@ def test_a_banned_node_ends_with_the_trainers_reason(tmp_path: Path) -> None:
     trio.run(scenario)
 
 
+def test_a_key_in_use_on_two_machines_ends_the_node_instead_of_taking_turns_for_ever(tmp_path: Path) -> None:
+    told = "another session of this key took over: the key is in use on two machines; give each its own"
+
+    def take_over(request: Any) -> Any:
+        return None if isinstance(request, messages.Hello) else RemoteError(Code.UNEXPECTED_MESSAGE, told)
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.on_request = take_over
+            node = w.node()
+            await until_ended(node)
+            assert str(node.failure) == told
+            assert len(w.trainer.hellos) == 3
+
+    trio.run(scenario)
+
+
 # --- a connection that breaks ---
 
 
