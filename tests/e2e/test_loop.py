@@ -4,115 +4,14 @@ is refused for a reason anyone can recompute, and a trainer that may be killed a
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainer.ledger import Ledger
-from trainer.rundir import RunFolder
+from tests.e2e.network import Network, call, wait_until
 
-ROOT = Path(__file__).parent.parent.parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 pytestmark = pytest.mark.timeout(600)
-
-
-def command(module: str, *words: object) -> list[str]:
-    return [sys.executable, "-m", module, *map(str, words)]
-
-
-def call(module: str, *words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(module, *words), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-
-
-def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.1)
-
-
-class Network:
-    """The processes of one run; every one that was started is ended, by its pid."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.run = RunFolder(folder / "run")
-        self._stack = ExitStack()
-        made = call(
-            "trainer.cli", "init", self.run.path, "--set", "listen=/ip4/127.0.0.1/tcp/0", "--set", "page_port=0"
-        )
-        assert made.returncode == 0, made.stderr
-        self.ledger = Ledger(self.run.ledger, read_only=True)
-
-    def start(self, name: str, words: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        log = self._stack.enter_context((self.folder / f"{name}.log").open("ab"))
-        process = subprocess.Popen(
-            words, cwd=ROOT, env={**ENVIRONMENT, **environment}, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        self._stack.callback(end, process)
-        return process
-
-    def serve(self) -> subprocess.Popen[bytes]:
-        self.run.address.unlink(missing_ok=True)
-        process = self.start("serve", command("trainer.cli", "serve", self.run.path, "--json"))
-        wait_until(lambda: self.run.address.exists() or process.poll() is not None, 240, "the gateway listens")
-        assert process.poll() is None, self.log("serve")
-        return process
-
-    @property
-    def address(self) -> str:
-        return self.run.address.read_text().strip()
-
-    def join(self, name: str) -> subprocess.Popen[bytes]:
-        words = command("node.cli", "join", self.address, "--cpu", "--home", self.folder / name)
-        return self.start(name, words)
-
-    def join_cheater(self) -> subprocess.Popen[bytes]:
-        script = str(ROOT / "tests" / "e2e" / "cheating_node.py")
-        words = [sys.executable, script, self.address, str(self.folder / "cheater")]
-        return self.start("cheater", words, PYTHONPATH=str(ROOT))
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(errors="replace")[-4000:]
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return self.ledger.view("SELECT * FROM nodes")
-
-    def versions(self) -> int:
-        return len(self.ledger.steps())
-
-    def close(self) -> None:
-        self._stack.close()
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    made = Network(tmp_path)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 def refused_for(network: Network, reason: str) -> int:
