@@ -156,8 +156,6 @@ class Worker:
         Raises RemoteError for what no honest trainer sends.
         """
         lease = unseal(Lease, signed, signer=self._terms.trainer)
-        if lease.run != self._terms.run or lease.node != self._terms.identity.node:
-            raise RemoteError(Code.MALFORMED, "the trainer sent a lease of another run or of another node")
         check_lease(lease)
         await keep_trying(self._report, "a lease", self._store.save_lease, lease.lease_id, signed)
         cause = ""
@@ -185,6 +183,9 @@ class Worker:
 
     async def _check_lease(self, lease: Lease) -> None:
         """Whether this node can draw the lease as it stands. Raises RLCommonsError with the cause."""
+        # SPEC 8.4: a node MUST NOT draw under a lease of another run or node, or of a policy it does not hold.
+        if lease.run != self._terms.run or lease.node != self._terms.identity.node:
+            raise RemoteError(Code.MALFORMED, "the lease is of another run or of another node")
         held = self._store.held.get(lease.policy_version)
         if held is None or held.root != lease.policy_root:
             raise PolicyError(f"this node does not hold policy {lease.policy_version}")

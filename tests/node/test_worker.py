@@ -91,13 +91,26 @@ def test_a_prompt_that_renders_otherwise_here_is_given_back_naming_both_versions
     trio.run(scenario)
 
 
-def test_an_environment_this_node_lacks_is_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"environment": "chess@3"}, "there is no environment 'chess@3'"),
+        ({"node": b"\7" * 32}, "of another run or of another node"),
+        ({"run": b"\7" * 32}, "of another run or of another node"),
+        ({"policy_root": b"\7" * 32}, "this node does not hold policy 0"),
+        ({"policy_version": 9}, "this node does not hold policy 9"),
+    ],
+)
+def test_a_lease_this_node_cannot_draw_is_given_back_with_the_cause(
+    tmp_path: Path, changes: dict[str, object], cause: str
+) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as w:
-            w.trainer.lease_changes = {"environment": "chess@3"}
-            w.node()
+            w.trainer.lease_changes = changes
+            node = w.node()
             await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
-            assert "there is no environment 'chess@3'" in next(iter(w.trainer.returned.values()))
+            assert cause in next(iter(w.trainer.returned.values()))
+            assert w.trainer.traces == {} and node.failure is None
 
     trio.run(scenario)
 
