@@ -176,19 +176,19 @@ class SmallTrainer:
         for _ in range(max(1, request.slots // self.group_size)):
             if len(self.leases) >= self.max_leases:
                 return messages.LeasesReply(tuple(given), 0 if given else 1_000, "" if given else "no task is left")
-            lease = self.make_lease(node, max(request.versions), **self.lease_changes)
+            lease = replace(self.make_lease(node, max(request.versions)), **self.lease_changes)
             self.leases[lease.lease_id] = lease
             self.signed[lease.lease_id] = seal(self.identity, lease)
             given.append(self.signed[lease.lease_id])
         return messages.LeasesReply(tuple(given), 0, "")
 
-    def make_lease(self, node: bytes, version: int, **changes: Any) -> Lease:
+    def make_lease(self, node: bytes, version: int) -> Lease:
         manifest, folder = self.policies[version].manifest, self.policies[version].folder
         index = len(self.leases)
         environment = base.load(ENVIRONMENT)
         group = index.to_bytes(16, "big")
         bound = SeedInput(self.run, manifest.root, ENVIRONMENT, "", index, group, 0, b"\7" * 32)
-        lease = Lease(
+        return Lease(
             run=self.run,
             lease_id=index.to_bytes(16, "little"),
             node=node,
@@ -207,7 +207,6 @@ class SmallTrainer:
             issued_ms=self.now(),
             deadline_ms=self.now() + int(self.lease_seconds * 1000),
         )
-        return replace(lease, **changes)
 
     def _receive(self, signed: Signed) -> messages.Submitted:
         self.submissions += 1
