@@ -146,7 +146,7 @@ class _Fetch:
                     raise PieceMissing(f"{self._source.name} no longer has policy {self._manifest.version}") from error
                 self._say("blob_refused", f"{self._source.name}: {error}")
             else:
-                if hashlib.sha256(data).digest() == blob.digest:
+                if await trio.to_thread.run_sync(_digest, data) == blob.digest:
                     return data
                 self._say(
                     "blob_wrong",
@@ -165,6 +165,10 @@ class _Fetch:
 
     def _say(self, name: str, text: str, **values: Any) -> None:
         self._report(Event(name, text, Level.WARNING, values))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 async def keep_trying(report: Report, who: str, store: Callable[..., T], *arguments: Any) -> T:
