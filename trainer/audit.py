@@ -187,12 +187,16 @@ def _line(error: Exception) -> str:
 
 
 def serve(run: Run, ledger: Ledger, name: str) -> NoReturn:
-    """Audit until interrupted."""
+    """Audit until interrupted; that is no trace's fault."""
     auditor = Auditor(run, ledger, name)
     changes = Changes(ledger)
-    while True:
-        if not auditor.turn():
-            changes.wait(IDLE_SECONDS)
+    try:
+        while True:
+            if not auditor.turn():
+                changes.wait(IDLE_SECONDS)
+    except KeyboardInterrupt:
+        ledger.release_claims(name, died=False)
+        raise
 
 
 def main() -> int:

@@ -751,7 +751,8 @@ class Ledger:
 
     def claim_audits(self, auditor: str, now_ms: int, most: int) -> list[SubmissionRow]:
         """Claim waiting audits of one policy version (the oldest waiting) for one auditor. `attempts` of the
-        rows counts the claims before this one."""
+        rows counts the auditors that died with it. After the first such death a trace is claimed alone, so that
+        it is not suspected for another's sake."""
         oldest = (
             "SELECT policy_version FROM submissions WHERE state = ? AND claimed_by IS NULL ORDER BY sequence LIMIT 1"
         )
@@ -767,7 +768,8 @@ class Ledger:
                 "WHERE s.state = ? AND s.claimed_by IS NULL AND s.policy_version = ? ORDER BY s.sequence LIMIT ?",
                 (SubmissionState.AUDIT, row[0], most),
             ).fetchall()
-            claimed = [_submission(each) for each in rows]
+            found = [_submission(each) for each in rows]
+            claimed = list(itertools.takewhile(lambda each: not each.attempts, found)) or found[:1]
             self._db.executemany(
                 "UPDATE submissions SET claimed_by = ?, claimed_ms = ?, attempts = attempts + 1 WHERE sequence = ?",
                 [(auditor, now_ms, each.sequence) for each in claimed],
@@ -785,12 +787,12 @@ class Ledger:
                 ),
             )  # fmt: skip
 
-    def release_claims(self, auditor: str) -> int:
-        """Give back what a dead auditor had claimed; how many."""
+    def release_claims(self, auditor: str, *, died: bool = True) -> int:
+        """Give back what an auditor had claimed that died, or that was told to end; how many."""
         with self.write():
             return self._db.execute(
-                "UPDATE submissions SET claimed_by = NULL WHERE claimed_by = ? AND state = ?",
-                (auditor, SubmissionState.AUDIT),
+                "UPDATE submissions SET claimed_by = NULL, attempts = attempts - ? WHERE claimed_by = ? AND state = ?",
+                (0 if died else 1, auditor, SubmissionState.AUDIT),
             ).rowcount
 
     def waiting_audits(self) -> int:

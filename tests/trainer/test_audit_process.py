@@ -186,7 +186,8 @@ def test_what_a_killed_auditor_had_claimed_is_audited_by_its_successor(made: tup
     gateway.submit(gateway.draw(1, 0))
     assert len(ledger.claim_audits("a", 1, 10)) == 4
     assert Auditor(run, ledger, "b").turn() == 0
-    assert Auditor(run, ledger, "a").turn() == 4
+    successor = Auditor(run, ledger, "a")
+    assert sum(iter(successor.turn, 0)) == 4
     assert [result.fault for _, result in answers(ledger)] == [None] * 4
 
 
@@ -196,8 +197,40 @@ def test_a_trace_that_two_auditors_died_on_is_left_unjudged(made: tuple[Run, Led
     for _ in range(2):
         ledger.claim_audits("a", 1, 1)
         ledger.release_claims("a")
-    Auditor(run, ledger, "a").turn()
+    assert sum(iter(Auditor(run, ledger, "a").turn, 0)) == 4
     assert [result.fault for _, result in answers(ledger)] == [Reason.VERIFIER_FAULT, None, None, None]
+
+
+def test_what_a_dead_auditor_had_claimed_beside_a_trace_is_not_suspected_twice(
+    made: tuple[Run, Ledger, Gateway],
+) -> None:
+    run, ledger, gateway = made
+    gateway.submit(gateway.draw(1, 0))
+    claimed = [len(ledger.claim_audits("a", 1, 10))]
+    for _ in range(2):
+        ledger.release_claims("a")
+        claimed.append(len(ledger.claim_audits("a", 1, 10)))
+    assert claimed == [4, 1, 1], "a whole batch, then the first of them alone"
+    assert sum(iter(Auditor(run, ledger, "a").turn, 0)) == 4
+    assert [result.fault for _, result in answers(ledger)] == [Reason.VERIFIER_FAULT, None, None, None]
+
+
+def test_auditors_that_were_told_to_end_cast_no_suspicion_on_what_they_had_claimed(
+    made: tuple[Run, Ledger, Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ledger, gateway = made
+    gateway.submit(gateway.draw(1, 0))
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(audit, "recompute", interrupted)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                audit.serve(run, ledger, "a")
+    assert Auditor(run, ledger, "a").turn() == 4
+    assert [result.fault for _, result in answers(ledger)] == [None] * 4
 
 
 def test_the_process_answers_audits_and_ends_with_its_parent(made: tuple[Run, Ledger, Gateway]) -> None:
