@@ -1,10 +1,11 @@
 """A node whose machine fails, run as `python tests/e2e/faulty_node.py ADDRESS HOME FAULT`: everything is the real
-rlnode, but at a named point the process is killed (-9), or its clock is wrong.
+rlnode, but at a named point the process is killed (-9), or its clock is wrong, or it is of another time.
 
     download     killed when three pieces of the policy are on the disk
     generation   killed with completions in the engine and others drawn
     submit       killed when the trainer has answered a submission and nothing of the answer is noted
     clock        an hour ahead
+    version      it speaks another version of the protocol
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from node.cli import main
 from node.store import RunStore
 from node.transformers_engine import TransformersEngine
+from protocol import limits
 
 HOUR = 3_600.0
 
@@ -50,6 +52,8 @@ def fail(fault: str) -> None:
     elif fault == "clock":
         real = time.time
         time.time = lambda: real() + HOUR
+    elif fault == "version":
+        limits.PROTOCOL_VERSION = (9, 3)  # type: ignore[misc]
     else:
         raise SystemExit(f"there is no fault '{fault}'")
 

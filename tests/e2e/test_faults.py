@@ -5,6 +5,7 @@ nobody is blamed. The whole list, with the tests of each entry: docs/bad-input.m
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from protocol.policy import policy_root
+from protocol.run import RunAddress
 from tests.e2e.network import Network, end, wait_until
 from trainer.ledger import Ledger
 
@@ -133,8 +135,8 @@ def test_a_node_that_finds_nobody_says_so_and_joins_by_itself_once_the_trainer_i
 
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[Network]:
-    """A trainer that learns from every two groups."""
-    made = Network(tmp_path, groups_per_step=2, lease_seconds=900.0)
+    """A trainer that learns from every two groups, however old, and keeps every policy."""
+    made = Network(tmp_path, groups_per_step=2, lease_seconds=900.0, staleness_limit=900, keep_policies=1000)
     try:
         yield made
     finally:
@@ -156,7 +158,7 @@ def test_a_trainer_killed_in_a_step_or_while_it_publishes_loses_no_version_and_u
     wait_until(lambda: quick.versions() >= 3, PATIENCE, "three policy versions")
     wait_until(lambda: (quick.node("honest")["policy_version"] or 0) >= 2, PATIENCE, "the node draws from one")
     assert node.poll() is None, quick.log("honest")
-    assert len(quick.events("honest", "connected")) >= 4
+    assert len(quick.events("honest", "connected")) >= 2
 
     steps = quick.ledger.steps()
     assert [step.version for step in steps] == list(range(1, len(steps) + 1))
@@ -169,16 +171,40 @@ def test_a_trainer_killed_in_a_step_or_while_it_publishes_loses_no_version_and_u
     assert_nothing_counts_twice(quick)
 
 
-# --- a clock that is wrong ---
+# --- a node that cannot work here ---
 
 
-def test_a_node_whose_clock_is_off_by_an_hour_ends_saying_by_how_much_and_what_to_do(calm: Network) -> None:
-    node = calm.join_faulty("hasty", "clock")
-    assert node.wait(PATIENCE) == 1, calm.log("hasty")
-    (failed,) = calm.events("hasty", "failed")
-    assert failed["error"] == "CLOCK_SKEW" and "timedatectl set-ntp true" in failed["text"]
-    assert "clock is 3,600 s ahead of the trainer's" in failed["text"] or "clock is 60 minutes" in failed["text"]
-    assert calm.node("hasty") == {}, "a node that never joined has no record to spoil"
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("clock", "CLOCK_SKEW", r"clock is (3,[56]\d\d s|60 minutes) ahead of the trainer's.*timedatectl set-ntp true"),
+        (
+            "version",
+            "VERSION_MISMATCH",
+            r"this node speaks protocol 9\.3, the trainer speaks 1\.0: upgrade the trainer",
+        ),
+    ],
+)
+def test_a_node_that_cannot_work_here_ends_with_the_reason_and_what_to_do(
+    calm: Network, fault: str, code: str, told: str
+) -> None:
+    node = calm.join_faulty(fault, fault)
+    assert node.wait(PATIENCE) == 1, calm.log(fault)
+    (failed,) = calm.events(fault, "failed")
+    assert failed["error"] == code and re.search(told, failed["text"]), failed
+    assert calm.node(fault) == {}, "a node that never joined has no record to spoil"
+
+
+def test_a_node_with_the_address_of_another_run_ends_naming_both(calm: Network) -> None:
+    address = RunAddress.parse(calm.address)
+    other = RunAddress(address.multiaddr, address.trainer, b"\x07" * 32)
+    words = [*calm.words_to_join("stray"), "--json"]
+    node = calm.start("stray", [str(other) if word == calm.address else word for word in words])
+    assert node.wait(PATIENCE) == 1, calm.log("stray")
+    (failed,) = calm.events("stray", "failed")
+    assert failed["error"] == "WRONG_RUN" and address.run.hex()[:16] in failed["text"]
+    assert "0707070707070707" in failed["text"] and "copy the address" in failed["text"]
+    assert calm.node("stray") == {}
 
 
 # --- a full disk ---
