@@ -31,7 +31,7 @@ from typing import Any, Final
 from node.config import NodeConfig
 from protocol import codec, identity, limits
 from protocol.envelope import Signed
-from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError
+from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError, UsageError
 from protocol.lease import Lease
 from protocol.policy import Manifest, PolicyFile, policy_root
 from protocol.run import RunAddress
@@ -184,12 +184,15 @@ def save_address(home: Path, address: RunAddress) -> None:
 
 def load_address(home: Path) -> RunAddress | None:
     """The address saved by an earlier `rlnode join ADDRESS`. Raises UsageError when it is damaged."""
+    path = home / "address"
     try:
-        return RunAddress.parse((home / "address").read_text(encoding="utf-8"))
+        return RunAddress.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (UsageError, UnicodeDecodeError):
+        raise UsageError(f"{path} is damaged: give the address again, rlnode join ADDRESS") from None
     except OSError as error:
-        raise StorageError(f"cannot read {home / 'address'}: {error.strerror}") from error
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
 
 def write_status(home: Path, status: dict[str, Any]) -> None:

@@ -72,6 +72,13 @@ def test_a_node_whose_key_is_gone_makes_no_new_one_while_its_traces_wait(tmp_pat
     assert not (tmp_path / "key").exists()
 
 
+@pytest.mark.parametrize("data", [b"", b"hello\n", b"\xe3\x00\xff"])
+def test_a_damaged_address_is_named_with_what_to_do(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "address").write_bytes(data)
+    line = said(2, "node.cli", "join", "--cpu", "--home", tmp_path)
+    assert line == f"rlnode: {tmp_path / 'address'} is damaged: give the address again, rlnode join ADDRESS"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     shares = (EnvironmentShare("tools8@1", "", 1),)
