@@ -239,7 +239,7 @@ def test_whoever_is_looking_through_the_outbox_is_not_disturbed_by_what_comes_an
     store = RunStore(tmp_path, config())
     for slot in range(3):
         store.put_trace(*trace(slot))
-    seen = []
+    seen: list[bytes] = []
     for digest in store.unsent:
         store.refuse(digest)
         store.put_trace(*trace(len(seen) + 10))
