@@ -267,10 +267,9 @@ def test_a_trainer_with_a_full_disk_makes_nodes_wait_and_goes_on_when_there_is_r
     wait_until(lambda: quick.versions() >= 1, PATIENCE, "the first policy version")
 
     ballast = disk / "ballast"
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
-            file.flush()
     wait_until(lambda: len(about_the_disk(quick)) >= 1, PATIENCE, "the node is told why it waits")
     assert node.poll() is None and serving.poll() is None
     before, versions = accepted(quick, "honest"), quick.versions()
