@@ -207,10 +207,10 @@ def test_a_forged_reward_is_refused(long_rollout, verdict) -> None:
 # --- the draw ---
 
 
-def cheat(studio, verdict, draw: Callable[[Lease], Trace], *reasons: Reason, tasks: int = 12) -> None:
-    """Draw traces the cheater's way: each that is not the one honest completion is refused, for `reasons`."""
+def cheat(studio, verdict, draw: Callable[[Lease], Trace], *reasons: Reason, wanted: int = 4) -> None:
+    """Draw the cheater's way until `wanted` traces are not the one honest completion: each is refused for `reasons`."""
     dishonest = 0
-    for task in range(tasks):
+    for task in range(60):
         lease = studio.lease(task=task)
         trace = draw(lease)
         if trace.tokens == studio.draw(lease).tokens:
@@ -219,7 +219,9 @@ def cheat(studio, verdict, draw: Callable[[Lease], Trace], *reasons: Reason, tas
         judged = verdict(Rollout(studio.genesis, lease, trace).file())
         assert judged.outcome is Outcome.REFUSED, f"task {task} passed"
         assert judged.reason in reasons, judged.detail
-    assert dishonest >= tasks // 4, "the cheater drew the honest completion nearly every time"
+        if dishonest == wanted:
+            return
+    raise AssertionError(f"the cheater drew the honest completion in all but {dishonest} of 60 tasks")
 
 
 def test_tokens_drawn_with_another_seed_are_refused(studio, verdict) -> None:
