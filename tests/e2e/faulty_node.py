@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,17 +27,17 @@ HOUR = 3_600.0
 
 
 def killed_at_call(method: Callable[..., Any], number: int, *, after: bool = False) -> Callable[..., Any]:
-    """The method, which ends the process at its n-th call, before or after it did what it does."""
+    """The method, which ends the process at its n-th call, before it does what it does or after. Threads call it."""
     left = [number]
+    lock = threading.Lock()
 
     def called(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = method(*arguments)
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        result = method(*arguments) if after else None
+        with lock:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return result if after else method(*arguments)
 
     return called
 
