@@ -5,6 +5,7 @@ nobody is blamed. The whole list, with the tests of each entry: docs/bad-input.m
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import resource
 import shutil
@@ -98,8 +99,10 @@ def test_a_node_killed_at_any_moment_goes_on_where_it_was_at_its_next_start(calm
         assert len(pieces) >= 3 and fetched["bytes"] == whole - sum(pieces), "pieces that were here came again"
     if moment == "submit":
         assert answered, "the trainer had answered what the node still held"
-        receipts = (calm.store(moment) / "receipts.log").read_text()
-        assert all(receipts.count(f'"trace":"{digest}"') == 1 for digest in waiting)
+        notes = [json.loads(line) for line in (calm.store(moment) / "receipts.log").read_text().splitlines()]
+        receipts = {(note["trace"], note["receipt"]) for note in notes}
+        assert waiting <= {digest for digest, _ in receipts}
+        assert len(receipts) == len({digest for digest, _ in receipts}), "asked again, the receipt is the same"
     if waiting:
         (resumed,) = calm.events(moment, "resumed")
         assert f"{len(waiting)} traces of an earlier run of this node wait to be sent" in resumed["text"]
