@@ -202,20 +202,21 @@ def serve(path: Path, *, as_json: bool = False) -> int:
     with locked(run), _Stopping() as stopping:
         for of_an_earlier_time in (run.folder.page, run.folder.address):
             of_an_earlier_time.unlink(missing_ok=True)
-        ledger = Ledger(run.folder.ledger)
+        ledger, looking = Ledger(run.folder.ledger), Ledger(run.folder.ledger, read_only=True)
         supervisor = Supervisor(run, ledger, children_of(run))
         screen = _screen(run, as_json)
         try:
             with screen:
-                _serve(run, ledger, supervisor, screen, stopping)
+                _serve(run, looking, supervisor, screen, stopping)
         finally:
             supervisor.stop()
             ledger.close()
+            looking.close()
         screen.say("stopped", f"stopped; everything is on disk, `rltrainer serve {path}` goes on from here")
         return 130 if stopping.signal == signal.SIGINT else 0
 
 
-def _serve(run: Run, ledger: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
+def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
     told: dict[str, str] = {}
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
@@ -228,7 +229,7 @@ def _serve(run: Run, ledger: Ledger, supervisor: Supervisor, screen: _Screen, st
                 screen.say(name, text + found)
         if time.monotonic() - shown >= screen.seconds:
             shown = time.monotonic()
-            found_now = summary(ledger, now_ms())
+            found_now = summary(looking, now_ms())
             screen.show(found_now)
             if _is_done(run.config, found_now):
                 screen.say("done", f"all {run.config.steps} policy versions are made")
