@@ -122,6 +122,7 @@ def _join(options: argparse.Namespace) -> int:
     from node.display import shown
     from node.report import Status
     from node.store import load_address
+    from protocol.net.base import Address
     from protocol.run import RunAddress
 
     home = _home(options)
@@ -130,6 +131,7 @@ def _join(options: argparse.Namespace) -> int:
         raise UsageError(
             f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
         )
+    Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
     on_gpu = options.gpu is not None
     config = NodeConfig(
         address=address,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         code: int = options.command(options)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:  # whoever read our output has gone (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except RLCommonsError as error:
         print(f"rltrainer: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | PolicyError) else 3
@@ -150,9 +155,12 @@ def _status(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from trainer.view import render
+    from trainer.view import notes, render
 
-    Console().print(render(run, found))
+    console = Console()
+    console.print(render(run, found))
+    for line in notes(run, found):
+        console.print(line, soft_wrap=True)
     return 0
 
 
@@ -170,7 +178,10 @@ def _export(options: argparse.Namespace) -> int:
         print(json.dumps({"file": str(options.out), "trace": chosen.digest.hex(), "policy": str(policy)}))
     else:
         print(f"{options.out}: trace {chosen.digest.hex()[:16]}…, policy version {chosen.policy_version}")
-        print(f"check it: rlverify check {options.out} --policy {policy}")
+        if policy.exists():
+            print(f"check it: rlverify check {options.out} --policy {policy}")
+        else:
+            print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
     return 0
 
 

@@ -75,6 +75,11 @@ class TrainerConfig:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
+        for name in ("warmup_steps", "weight_decay", "loss_tokens", "staleness_target", "steps", "log_ratio_penalty"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"config: {name} = {getattr(self, name)!r} must not be below 0")
+        if not 0 <= self.page_port <= 65_535:
+            raise UsageError(f"config: page_port = {self.page_port} must be from 0 to 65535")
         if not 2 <= self.group_size <= limits.MAX_GROUP_SIZE:
             raise UsageError(f"config: group_size must be from 2 to {limits.MAX_GROUP_SIZE}")
         if self.max_tokens > limits.MAX_TRACE_TOKENS:

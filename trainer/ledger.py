@@ -301,8 +301,13 @@ class Ledger:
         if not path.exists():
             raise UsageError(f"no ledger at {path}: make a run first with `rltrainer init`")
         self._path = path
-        self._db = self._connect(path, read_only)
-        found = self._db.execute("PRAGMA user_version").fetchone()[0]
+        try:
+            self._db = self._connect(path, read_only)
+            found = self._db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            raise StorageError(f"the ledger {path} cannot be read ({error}): restore it from a backup") from None
+        if found == 0:
+            raise StorageError(f"the ledger {path} is empty: restore it from a backup")
         if found != SCHEMA_VERSION:
             raise UsageError(f"{path} has ledger format {found}, this rlcommons reads {SCHEMA_VERSION}")
 

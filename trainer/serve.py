@@ -218,6 +218,7 @@ def serve(path: Path, *, as_json: bool = False) -> int:
 
 def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
     told: dict[str, str] = {}
+    faults = _Faults(looking)
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
         supervisor.look()
@@ -227,6 +228,8 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             if file.exists() and told.get(name) != (found := file.read_text(encoding="utf-8").strip()) and found:
                 told[name] = found
                 screen.say(name, text + found)
+        for fault in faults.fresh():
+            screen.say("fault", fault)
         if time.monotonic() - shown >= screen.seconds:
             shown = time.monotonic()
             found_now = summary(looking, now_ms())
@@ -234,6 +237,24 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             if _is_done(run.config, found_now):
                 screen.say("done", f"all {run.config.steps} policy versions are made")
                 return
+
+
+class _Faults:
+    """Faults of the trainer's own that its processes wrote into the ledger, each said once."""
+
+    def __init__(self, looking: Ledger) -> None:
+        self._looking = looking
+        self._said: set[str] = set()
+        self._last = looking.view("SELECT COALESCE(MAX(id), 0) AS id FROM events")[0]["id"]
+
+    def fresh(self) -> list[str]:
+        rows = self._looking.view(
+            "SELECT id, text FROM events WHERE id > ? AND kind = 'fault' ORDER BY id", (self._last,)
+        )
+        self._last = max([self._last, *(row["id"] for row in rows)])
+        new = [text for text in dict.fromkeys(row["text"] for row in rows) if text not in self._said]
+        self._said.update(new)
+        return new
 
 
 def _is_done(config: TrainerConfig, found: dict[str, Any]) -> bool:
@@ -288,13 +309,17 @@ class _Screen:
         print(json.dumps({"kind": "state", **found}), flush=True)
 
 
+def _for_people(kind: str, text: str) -> str:
+    return f"page {text}" if kind == "page" else text
+
+
 class _Lines(_Screen):
     """Plain lines, for a log or a pipe."""
 
     seconds = LINE_SECONDS
 
     def say(self, kind: str, text: str) -> None:
-        print(text, flush=True)
+        print(_for_people(kind, text), flush=True)
 
     def show(self, found: dict[str, Any]) -> None:
         from trainer.view import line
@@ -321,7 +346,7 @@ class _Live(_Screen):
     def say(self, kind: str, text: str) -> None:
         from rich.text import Text
 
-        self._live.console.print(Text(text, overflow="fold"))
+        self._live.console.print(Text(_for_people(kind, text)), soft_wrap=True)  # an address must stay one line to be copied
 
     def show(self, found: dict[str, Any]) -> None:
         from trainer.view import render

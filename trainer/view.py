@@ -17,7 +17,7 @@ from trainer.rundir import Run
 
 def render(run: Run, found: dict[str, Any]) -> RenderableType:
     """A summary (summary.summary) as a rich renderable."""
-    return Group(_headline(run, found), _figures(found), _nodes(found), *_notes(run, found))
+    return Group(_headline(run, found), _figures(found), _nodes(found))
 
 
 def line(found: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ def _nodes(found: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
     for node in found["nodes"][:12]:
         state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
-        audits = f"{node['audits_passed']}" + (
+        audits = f"{node['audits_passed']:,}" + (
             f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
         )
         table.add_row(
@@ -72,16 +72,17 @@ def _nodes(found: dict[str, Any]) -> Table:
     return table
 
 
-def _notes(run: Run, found: dict[str, Any]) -> list[Text]:
-    notes = []
+def notes(run: Run, found: dict[str, Any]) -> list[Text]:
+    """Lines below the view. To be printed with `soft_wrap=True`: an address must stay one line to be copied."""
+    lines = []
     if run.folder.address.exists():
-        notes.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim", overflow="fold"))
+        lines.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim"))
     if run.folder.page.exists():
-        notes.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
+        lines.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
     if found["dropped"]:
-        causes = ", ".join(f"{cause} {count}" for cause, count in found["dropped"].items())
-        notes.append(Text(f"groups given up: {causes}", style="dim"))
-    return notes
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
+        lines.append(Text(f"groups given up: {causes}", style="dim"))
+    return lines
 
 
 def _number(value: float | None, digits: int) -> str:

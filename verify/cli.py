@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
+
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
 _EPILOG = """exit codes:
   0  accepted: every check passed
@@ -22,7 +25,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         code: int = options.command(options)
+        sys.stdout.flush()
         return code
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`): no verdict is implied, so none of the codes for one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (PolicyError, EnvironmentFault, LocalError) as error:
         return _fail(error, 2 if isinstance(error, PolicyError) else 3)
     except RLCommonsError as error:

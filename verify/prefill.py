@@ -91,7 +91,7 @@ class Verifier:
         if threads is not None:
             torch.set_num_threads(threads)
         self._dtype = dtype
-        self._device = torch.device(device)
+        self._device = check_device(device)
         self._model: PolicyModel | None = PolicyModel(policy, dtype, device)
 
     @property
@@ -197,6 +197,16 @@ class Verifier:
         if self._model is None:
             raise EngineError("the verifier holds no policy: the last swap failed; start it anew")
         return self._model
+
+
+def check_device(name: str) -> torch.device:
+    """The device called `name`. Raises UsageError when there is none of that name here."""
+    kind, _, number = name.partition(":")
+    if kind not in _PASS_TOKENS or (number and not number.isdecimal()):
+        raise UsageError(f"'{name}' is not a device: use cpu, cuda or cuda:N")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {name} was asked for, but torch finds {torch.cuda.device_count()} CUDA devices here")
+    return torch.device(name)
 
 
 def _check(number: int, passage: Passage, model: PolicyModel) -> None:

@@ -233,3 +233,12 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -
         Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UsageError, match="rltrainer init"):
         Ledger(tmp_path / "none.sqlite")
+
+
+@pytest.mark.parametrize("keep", [0, 5_000])
+def test_a_damaged_ledger_says_so_and_what_to_do(ledger: Ledger, tmp_path: Path, keep: int) -> None:
+    ledger.close()
+    damaged = tmp_path / "damaged.sqlite"
+    damaged.write_bytes((tmp_path / "ledger.sqlite").read_bytes()[:keep])
+    with pytest.raises(StorageError, match="restore it from a backup"):
+        Ledger(damaged)

@@ -23,6 +23,7 @@ from protocol.lease import Lease
 from protocol.trace import Span, SpanKind, Trace, TraceFile
 from protocol.verdict import CheckOutcome, Fingerprint, Outcome, Reason, Verdict
 from tests.studio import TRAINER, Rollout, first_rollout
+from verify.cli import main
 from verify.files import read_evidence, require_policy
 from verify.judge import judge
 from verify.report import Judged
@@ -401,3 +402,11 @@ def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(UsageError, match="at most"):
         read_evidence(path)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "foo", "cpu:x"])
+def test_a_device_that_is_not_there_gives_no_verdict(long_rollout, studio, tmp_path: Path, capsys, device: str) -> None:
+    path = tmp_path / "trace.msgpack"
+    path.write_bytes(codec.encode(long_rollout.file()))
+    assert main(["check", str(path), "--policy", str(studio.policy), "--device", device]) == 2
+    assert f"{device}" in capsys.readouterr().err
