@@ -346,7 +346,8 @@ class _Live(_Screen):
     def say(self, kind: str, text: str) -> None:
         from rich.text import Text
 
-        self._live.console.print(Text(_for_people(kind, text)), soft_wrap=True)  # an address must stay one line to be copied
+        # An address must stay one line to be copied.
+        self._live.console.print(Text(_for_people(kind, text)), soft_wrap=True)
 
     def show(self, found: dict[str, Any]) -> None:
         from trainer.view import render
