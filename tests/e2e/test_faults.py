@@ -251,10 +251,10 @@ def test_a_node_with_a_full_disk_waits_saying_what_for_and_loses_no_trace(calm: 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with little more than a trainer wants to keep free."""
+    """A small file system, with room for a run beside what a trainer keeps free (256 MiB)."""
     where = tmp_path / "disk"
     where.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", where], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600m", "tmpfs", where], capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     yield where
     subprocess.run(["umount", "--lazy", where], check=True)
