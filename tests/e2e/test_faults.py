@@ -290,5 +290,5 @@ def test_a_trainer_with_a_full_disk_makes_nodes_wait_and_goes_on_when_there_is_r
 
 def about_the_disk(network: Network) -> list[str]:
     """What the node said of the trainer's disk."""
-    said = [event["text"] for kind in ("busy", "no_leases") for event in network.events("honest", kind)]
+    said = [event["text"] for kind in ("busy", "no_leases", "idle") for event in network.events("honest", kind)]
     return [text for text in said if "disk is nearly full" in text or "cannot write now" in text]
