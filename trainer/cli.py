@@ -15,6 +15,7 @@ _EPILOG = """exit codes:
   2    wrong arguments or settings, or a folder that is not a run
   3    this machine failed (disk, memory, a process that would not start)
   130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
+  141  whoever read the output went away (`| head`)
 """
 
 

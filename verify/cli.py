@@ -15,6 +15,7 @@ _EPILOG = """exit codes:
   1  refused: a check failed; its reason, value and limit are printed
   2  unusable input: no verdict (not a trace file, another policy's folder, wrong arguments)
   3  not judged: this machine failed (out of memory, an environment that raised)
+  130, 141  no verdict: interrupted, or whoever read the output went away
 """
 
 
