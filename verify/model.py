@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import EngineError
+from verify.packed import PackedLinears
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Fields of config.json that say who wrote it, not what the model is.
 _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+# Weights whose second copy a verifier can spare: a billion parameters in float32.
+_PACKED_BYTES: Final = 4 << 30
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
 
@@ -56,6 +59,14 @@ class PolicyModel:
         accepted = inspect.signature(type(self._model).forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._plain_head: bool | None = None
+        self._packed: PackedLinears | None = None
+
+    def pack(self) -> None:
+        """Run the linear layers from copies laid out for this CPU's kernels: faster, for twice the memory. Does
+        nothing for other devices and dtypes, and for a model whose copy would be large."""
+        size = sum(each.nbytes for each in self._model.parameters())
+        if self.device.type == "cpu" and self.dtype is torch.float32 and size <= _PACKED_BYTES:
+            self._packed = PackedLinears(self._model)
 
     def run(
         self,
@@ -145,6 +156,8 @@ class PolicyModel:
                 for file in files:
                     for name in file.keys():  # noqa: SIM118 - not a mapping
                         targets[name].copy_(file.get_tensor(name))
+        if self._packed is not None:
+            self._packed.refresh()
         return True
 
 

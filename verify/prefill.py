@@ -92,7 +92,7 @@ class Verifier:
             torch.set_num_threads(threads)
         self._dtype = dtype
         self._device = check_device(device)
-        self._model: PolicyModel | None = PolicyModel(policy, dtype, device)
+        self._model: PolicyModel | None = self._load(policy)
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -114,8 +114,13 @@ class Verifier:
         model, self._model = self._ready(), None
         if not model.swap(policy):
             del model  # the old one's memory is needed for the new one
-            model = PolicyModel(policy, self._dtype, str(self._device))
+            model = self._load(policy)
         self._model = model
+
+    def _load(self, policy: Path) -> PolicyModel:
+        model = PolicyModel(policy, self._dtype, str(self._device))
+        model.pack()
+        return model
 
     def recompute(self, passages: Sequence[Passage]) -> list[Recomputed]:
         """In the order given. Any number: memory is bounded by the longest one.

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from node.engine import SequenceRequest, TurnDone
 from node.transformers_engine import TransformersEngine
 from protocol.errors import EngineError, UsageError
+from verify.model import PolicyModel
 from verify.prefill import Passage, Recomputed, Verifier
 from verify.sampling import judge_margins, margins, sample
 from verify.thresholds import limits_for
@@ -219,3 +220,18 @@ def test_the_fingerprint_names_engine_and_precision(verifier: Verifier) -> None:
     found = verifier.fingerprint
     assert (found.engine, found.dtype, found.device) == ("transformers", "float32", "cpu")
     assert found.engine_version and found.torch_version
+
+
+def test_packed_weights_compute_the_same_and_follow_a_swap(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(EMBEDDED, other)
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.25 for name, tensor in tensors.items()}, other / "model.safetensors")
+    plain, packed = PolicyModel(EMBEDDED, "float32", "cpu"), PolicyModel(EMBEDDED, "float32", "cpu")
+    packed.pack()
+    ids = torch.arange(40).reshape(2, 20)
+    for model in (plain, packed):
+        assert model.swap(other)
+    with torch.inference_mode():
+        for ours, theirs in zip(packed.run(ids, None), plain.run(ids, None), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
