@@ -25,6 +25,8 @@ DOMAIN_LEASE = b"rlcommons/lease/1"
 DOMAIN_TRACE = b"rlcommons/trace/1"
 DOMAIN_RECEIPT = b"rlcommons/receipt/1"
 DOMAIN_VERDICT = b"rlcommons/verdict/1"
+DOMAIN_CALIBRATION = b"rlcommons/calibration/1"
+DOMAIN_EPOCH = b"rlcommons/epoch/1"
 
 # libp2p: multihash "identity", 36 bytes long, of the protobuf {type: Ed25519, data: 32 bytes}.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")

@@ -50,3 +50,14 @@ MAX_PROOFS: Final = 4_096  # MAX_TRACE_TOKENS / PROOF_CHUNK_TOKENS
 MAX_CHECKS: Final = 64
 MAX_TEXT_CHARACTERS: Final = 1_024
 MAX_VERDICTS_PER_REPLY: Final = 256
+
+# --- calibration ---
+MAX_SCORE_BINS: Final = 128
+MAX_ALTERNATIVES: Final = 8  # of one table
+MAX_SCORE_NATS: Final = 5  # most that one value can say against a node
+NODE_EVIDENCE_NATS: Final = 13.8155  # ln 10^6: an honest node reaches it once in a million at most
+
+# --- log ---
+MAX_LOG_ITEMS: Final = 1_048_576  # leases, submissions or verdicts of one epoch
+MAX_LOG_CALIBRATIONS: Final = 64
+MAX_EPOCH_BYTES: Final = 1024 * 1024 * 1024

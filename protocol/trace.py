@@ -88,3 +88,4 @@ class TraceFile:
     trace: Annotated[Signed, codec.Object(Signed)]
     receipt: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))]
     verdict: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))]
+    calibration: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))]  # the one the verdict names

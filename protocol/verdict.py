@@ -38,6 +38,7 @@ class Reason(StrEnum):
     LOGPROB = "LOGPROB"  # claimed logprobs are not the policy's
     PROOF_FORM = "PROOF_FORM"  # missing, extra or malformed proofs
     PROOF = "PROOF"  # activations differ
+    NODE_EVIDENCE = "NODE_EVIDENCE"  # within limits, but not together with the node's other traces of this policy
     # not judged
     VERIFIER_FAULT = "VERIFIER_FAULT"
     ENVIRONMENT_FAULT = "ENVIRONMENT_FAULT"
@@ -118,6 +119,10 @@ class Verdict:
     audited: Annotated[bool, codec.Flag()]
     reward: Annotated[float | None, codec.Maybe(codec.Real())]
     checks: Annotated[tuple[Check, ...], codec.Many(codec.Object(Check), limits.MAX_CHECKS)]
+    # SPEC 10.8: digest of the Calibration it was judged by, and the trace's score against each of its alternatives,
+    # those of margins first. Nil and empty where none was used.
+    calibration: Annotated[bytes | None, codec.Maybe(codec.Bytes(32))]
+    scores: Annotated[tuple[float, ...], codec.Many(codec.Real(), 2 * limits.MAX_ALTERNATIVES)]
     verifier: Annotated[Fingerprint, codec.Object(Fingerprint)]
     judged_ms: Annotated[int, codec.UInt()]
 
@@ -131,6 +136,8 @@ def check_verdict(verdict: Verdict) -> None:
         fits = verdict.outcome is (Outcome.NOT_JUDGED if of_ours else Outcome.REFUSED)
     if not fits:
         raise DecodeError(Code.MALFORMED, f"a verdict cannot be {verdict.outcome} for the reason {verdict.reason}")
+    if verdict.scores and (verdict.calibration is None or not verdict.audited):
+        raise DecodeError(Code.MALFORMED, "a verdict with scores names no calibration, or was not audited")
     for check in verdict.checks:
         if (check.outcome is CheckOutcome.FAILED) != (check.reason is not None):
             raise DecodeError(Code.MALFORMED, f"check {check.name}: {check.outcome}, reason {check.reason}")

@@ -43,7 +43,7 @@ class Rollout:
         receipt = Receipt(
             lease.run, signed.digest, lease.lease_id, self.trace.slot, node.node, ISSUED_MS + 1_000 + late_ms, 1
         )
-        return TraceFile(self.genesis, seal(TRAINER, lease), signed, seal(TRAINER, receipt), None)
+        return TraceFile(self.genesis, seal(TRAINER, lease), signed, seal(TRAINER, receipt), None, None)
 
 
 class Studio:

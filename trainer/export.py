@@ -50,6 +50,7 @@ def trace_file(run: Run, ledger: Ledger, submission: SubmissionRow) -> bytes:
             trace=codec.decode(Signed, submission.trace),
             receipt=codec.decode(Signed, submission.receipt),
             verdict=None if verdict is None else codec.decode(Signed, verdict),
+            calibration=None,
         )
     )
 

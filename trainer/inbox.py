@@ -120,6 +120,8 @@ class Notary:
                 audited=audited,
                 reward=reward,
                 checks=checks,
+                calibration=None,
+                scores=(),
                 verifier=verifier or self.fingerprint,
                 judged_ms=time.time_ns() // 1_000_000,
             ),

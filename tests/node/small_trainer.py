@@ -228,7 +228,7 @@ class SmallTrainer:
         """What an auditor is handed."""
         trace = self.traces[digest]
         return TraceFile(
-            self.genesis, self.signed[trace.lease_id], self.signed[digest], self.receipt(digest, trace), None
+            self.genesis, self.signed[trace.lease_id], self.signed[digest], self.receipt(digest, trace), None, None
         )
 
     def judge(self, digest: bytes, trace: Trace, outcome: Outcome, reason: Reason | None) -> Signed:
@@ -245,6 +245,8 @@ class SmallTrainer:
                 outcome,
                 reason,
                 False,
+                None,
+                (),
                 None,
                 (),
                 Fingerprint("small", "", "", ""),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol import codec, envelope, identity, lease, messages, policy, run, trace, verdict
+from protocol import calibration, codec, envelope, identity, lease, log, messages, policy, run, trace, verdict
 from protocol.errors import Code
 from verify import check, cli, report, thresholds
 
@@ -21,7 +21,7 @@ SPEC = (ROOT / "SPEC.md").read_text()
 VECTORS = ROOT / "tests" / "vectors"
 OBJECTS = {
     name: cls
-    for module in (envelope, lease, messages, policy, run, trace, verdict)
+    for module in (calibration, envelope, lease, log, messages, policy, run, trace, verdict)
     for name, cls in vars(module).items()
     if dataclasses.is_dataclass(cls) and cls not in (policy.TensorPlace, run.RunAddress)
 }
@@ -175,6 +175,8 @@ def test_the_json_verdict_has_the_keys_that_are_written() -> None:
         audited=True,
         reward=1.0,
         checks=(passed,),
+        calibration=None,
+        scores=(),
         verifier=finger,
         judged_ms=0,
     )

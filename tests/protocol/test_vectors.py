@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from protocol import codec, envelope, identity, lease, limits, messages, policy, run, trace, verdict
+from protocol import calibration, codec, envelope, identity, lease, limits, log, messages, policy, run, trace, verdict
 from protocol.environments import base as environments
 from protocol.errors import PolicyError, RemoteError, UsageError
 from protocol.net import session
@@ -24,11 +24,13 @@ from protocol.net import session
 VECTORS = Path(__file__).parent.parent / "vectors"
 SECTIONS = (
     "address",
+    "calibration",
     "codec",
     "frames",
     "genesis",
     "identity",
     "lease",
+    "log",
     "messages",
     "policy",
     "receipt",
@@ -40,12 +42,13 @@ SECTIONS = (
 )
 OBJECTS = {
     name: cls
-    for module in (envelope, lease, messages, policy, run, trace, verdict)
+    for module in (calibration, envelope, lease, log, messages, policy, run, trace, verdict)
     for name, cls in vars(module).items()
     if dataclasses.is_dataclass(cls)
 }
 # SPEC 8: the validity steps of an object after its encoding.
 CHECKS: dict[str, Callable[[Any], None]] = {
+    "Calibration": calibration.check_calibration,
     "Genesis": run.check_genesis,
     "Lease": lease.check_lease,
     "Manifest": policy.check_manifest,
@@ -119,6 +122,10 @@ def merkle_root(entry: Entry) -> bytes:
     return policy.merkle_root([bytes.fromhex(leaf) for leaf in entry["leaves"]])
 
 
+def epoch_root(entry: Entry) -> bytes:
+    return log.epoch_root(codec.decode(log.EpochLog, raw(entry)))
+
+
 def negotiate(entry: Entry) -> Any:
     theirs = tuple(messages.Version(**each) for each in entry["theirs"])
     return messages.negotiate(theirs, messages.Version(**entry["ours"]), their_name="they", our_name="we")
@@ -176,6 +183,7 @@ OPERATIONS: dict[str, Callable[[Entry], Any]] = {
         run_id,
         slot_seed,
         merkle_root,
+        epoch_root,
         negotiate,
         message,
         payload,

@@ -7,6 +7,7 @@ from typing import Any
 
 import wire
 from example import (
+    CALIBRATION,
     CONFIG,
     EMBEDDING,
     ENGINE,
@@ -495,6 +496,12 @@ def verdict() -> dict[str, Any]:
     whole(
         "not_judged_for_theirs", "the node's fault not judged", VERDICT | {"outcome": "NOT_JUDGED", "reason": "MARGIN"}
     )
+    whole("scores_of_no_calibration", "scores, and nothing they were read from", VERDICT | {"scores": [0.5]})
+    whole(
+        "scores_without_audit",
+        "scores of a trace nobody recomputed",
+        VERDICT | {"calibration": bytes(32), "scores": [0.5], "audited": False},
+    )
     whole(
         "check_failed_without_reason",
         "a check that fails for no reason",
@@ -536,10 +543,18 @@ def trace_file() -> dict[str, Any]:
         "lease": wire.seal(TRAINER, "Lease", LEASE),
         "trace": wire.seal(NODE, "Trace", TRACE),
         "receipt": wire.seal(TRAINER, "Receipt", RECEIPT),
-        "verdict": wire.seal(TRAINER, "Verdict", VERDICT),
+        "verdict": wire.seal(
+            TRAINER, "Verdict", VERDICT | {"calibration": sha256(wire.encode("Calibration", CALIBRATION))}
+        ),
+        "calibration": wire.seal(TRAINER, "Calibration", CALIBRATION),
     }
     section.object("TraceFile", "full", "everything the trainer signed about a trace", full)
-    section.object("TraceFile", "unjudged", "before receipt and verdict", full | {"receipt": None, "verdict": None})
+    section.object(
+        "TraceFile",
+        "unjudged",
+        "before receipt and verdict",
+        full | {"receipt": None, "verdict": None, "calibration": None},
+    )
     invalid_objects(
         section,
         "TraceFile",

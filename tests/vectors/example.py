@@ -179,8 +179,54 @@ VERDICT = {
             "detail": "",
         }
     ],
+    "calibration": None,
+    "scores": [],
     "verifier": {"software": "0.1.0", "engine": "transformers 5.0.0", "dtype": "float32", "device": "cpu"},
     "judged_ms": T0 + 70_000,
+}
+CALIBRATION = {
+    "run": RUN,
+    "policy_version": 0,
+    "policy_root": ROOT,
+    "pair": {
+        "worker_engine": "transformers",
+        "worker_dtype": "float32",
+        "worker_device": "cpu",
+        "verifier_engine": "transformers",
+        "verifier_dtype": "float32",
+        "verifier_device": "cpu",
+    },
+    "limits": {
+        "margin_hard": 0.01,
+        "margin_budget": 0.0,
+        "exponent_mismatches": 8.0,
+        "sign_mismatches": 8.0,
+        "mantissa_mean": 0.15,
+        "mantissa_median": 0.5,
+        "logprob_tolerance": 0.01,
+    },
+    "margins": {
+        "edges": [0.0, 0.02, 0.5],
+        "alternatives": [
+            {"name": "noise 4", "scores": [-0.125, 0.5, 1.0, 1.5]},
+            {"name": "unseeded", "scores": [-0.75, 2.5, 4.5, 5.0]},
+        ],
+    },
+    "proofs": {"edges": [0.0625, 0.25], "alternatives": [{"name": "times 2", "scores": [-2.0, 1.25, 5.0]}]},
+    "sample": {
+        "traces": 32,
+        "tokens": 2048,
+        "chunks": 64,
+        "mismatches": 1,
+        "sigma": 0.0009765625,
+        "margins": [0.0, 0.0, 0.0, 0.0, 0.0009765625],
+        "logprobs": [0.0, 0.0, 0.0, 0.0, 0.0009765625],
+        "exponents": [0.0, 0.0, 0.0, 0.0, 1.0],
+        "mantissa_means": [0.0, 0.0, 0.0, 0.015625, 0.015625],
+        "mantissa_medians": [0.0, 0.0, 0.0, 0.0, 0.0],
+        "int8_nats": 4.5,
+    },
+    "created_ms": T0 + 50_000,
 }
 MANIFEST = {
     "run": RUN,

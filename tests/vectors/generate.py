@@ -18,6 +18,7 @@ import chapter6
 import chapter7
 import chapter8
 import chapter9
+import evidence
 import generate_numeric
 import tasks
 
@@ -35,6 +36,8 @@ SECTIONS = {
     "receipt.json": chapter8.receipt,
     "verdict.json": chapter8.verdict,
     "trace_file.json": chapter8.trace_file,
+    "calibration.json": evidence.calibration,
+    "log.json": evidence.log,
     "tasks.json": tasks.tasks,
     "frames.json": chapter9.frames,
     "messages.json": chapter9.messages,

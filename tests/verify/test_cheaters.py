@@ -376,7 +376,8 @@ def test_a_verdict_of_the_trainers_that_contradicts_itself_cannot_be_judged(long
     contradiction = Verdict(
         run=lease.run, trace_digest=digest, lease_id=lease.lease_id, slot=0, node=lease.node,
         policy_version=lease.policy_version, policy_root=lease.policy_root, outcome=Outcome.ACCEPTED,
-        reason=Reason.MARGIN, audited=True, reward=None, checks=(), verifier=Fingerprint("x", "", "", ""), judged_ms=1,
+        reason=Reason.MARGIN, audited=True, reward=None, checks=(), calibration=None, scores=(),
+        verifier=Fingerprint("x", "", "", ""), judged_ms=1,
     )  # fmt: skip
     with pytest.raises(UsageError, match="a verdict cannot be ACCEPTED for the reason MARGIN"):
         verdict(replace(long_rollout.file(), verdict=seal(TRAINER, contradiction)))
