@@ -2,10 +2,12 @@
 
 Claims waiting audits of one policy version, recomputes them in the worker's dtype in batches, and leaves checks
 and log μ in the ledger. Holds no key: the gateway signs the verdict. Whatever fails here is our fault and never a
-node's: the trace is tried a second time, alone, and then reported as not judged.
+node's: the trace is tried a second time, alone, and then reported as not judged. One that a second auditor died on
+is put aside for a person (quarantine.py).
 
 Started as `python -m trainer.audit RUN --name auditor-0`; ends when its stdin does. Not here: which traces are
-drawn (audit_draw.py), the checks themselves (verify/check.py) and their limits (verify/thresholds.py).
+drawn (audit_draw.py), the checks themselves (verify/check.py), their limits (verify/thresholds.py), what an auditor
+may use of this machine (guard.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from protocol.trace import Trace
 from protocol.verdict import Check, CheckOutcome, Reason
 from trainer.audit_result import AuditResult
 from trainer.child import Changes, alone, end_with_parent, now_ms, say
+from trainer.guard import give_way
 from trainer.ledger import Ledger, SubmissionRow
+from trainer.quarantine import put_aside
 from trainer.rundir import Run, open_run
 from verify.check import audit_checks
 from verify.finding import first_failure
@@ -67,24 +71,27 @@ class Answer:
 class Auditor:
     """One auditor of a run. `turn` does one round of work."""
 
-    def __init__(self, run: Run, ledger: Ledger, name: str) -> None:
+    def __init__(self, run: Run, ledger: Ledger, name: str, *, reaudits_only: bool = False) -> None:
+        self._run = run
         self._config = run.config
         self._folder = run.folder
         self._ledger = ledger
         self._name = name
+        self._reaudits_only = reaudits_only
         self._verifiers: dict[str, tuple[int, Verifier]] = {}  # dtype → (policy version, verifier)
-        # What an earlier auditor of this name had claimed when it died.
-        ledger.release_claims(name)
+        # What an earlier auditor of this name had claimed when it died, and its supervisor with it.
+        ledger.release_claims(name, died_of="the auditor ended without a word")
 
     def turn(self) -> int:
         """Claim, judge, answer; how many were answered, 0 when none waits."""
-        rows = self._ledger.claim_audits(self._name, now_ms(), CLAIM)
+        rows = self._ledger.claim_audits(self._name, now_ms(), CLAIM, reaudits_only=self._reaudits_only)
         answered = 0
         for batch in self._batches(rows):
             answers = self._judge(batch)
             with self._ledger.write():
                 for answer in answers:
                     self._ledger.finish_audit(answer.sequence, codec.encode(answer.result), answer.mu)
+                self._ledger.renew_claims(self._name, now_ms())
             answered += len(answers)
         return answered
 
@@ -107,13 +114,16 @@ class Auditor:
     def _judge(self, cases: Sequence[Case]) -> list[Answer]:
         """One answer a case. A batch that fails is tried again trace by trace, so that none hides the others."""
         if cases[0].row.attempts >= DEATHS:
-            return [self._not_judged(cases[0], EngineError(f"{DEATHS} auditors died while they recomputed it"))]
+            died_of = f"{DEATHS} auditors died while they recomputed it ({cases[0].row.died_of})"
+            kept = put_aside(self._run, self._ledger, cases[0].row)
+            return [self._not_judged(cases[0], EngineError(f"{died_of}; {kept}"))]
         try:
             return self._attempt(cases)
         except Exception as error:  # of whatever kind: it is ours, and the second attempt decides
             say(self._name, f"{len(cases)} traces of policy {cases[0].row.policy_version} once more: {_line(error)}")
         answers = []
         for case in cases:
+            self._ledger.renew_claims(self._name, now_ms())
             try:
                 answers += self._attempt([case])
             except Exception as error:
@@ -186,16 +196,16 @@ def _line(error: Exception) -> str:
     return (kind + " ".join(text.split()))[: limits.MAX_TEXT_CHARACTERS]
 
 
-def serve(run: Run, ledger: Ledger, name: str) -> NoReturn:
+def serve(run: Run, ledger: Ledger, name: str, *, reaudits_only: bool = False) -> NoReturn:
     """Audit until interrupted; that is no trace's fault."""
-    auditor = Auditor(run, ledger, name)
+    auditor = Auditor(run, ledger, name, reaudits_only=reaudits_only)
     changes = Changes(ledger)
     try:
         while True:
             if not auditor.turn():
                 changes.wait(IDLE_SECONDS)
     except KeyboardInterrupt:
-        ledger.release_claims(name, died=False)
+        ledger.release_claims(name, died_of=None)
         raise
 
 
@@ -203,12 +213,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.audit", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("--name", default="auditor-0", help="under which claims are kept; one process a name")
+    parser.add_argument("--reaudits", action="store_true", help="only what another auditor judged and a node asked for")
     arguments = parser.parse_args()
     end_with_parent()
     try:
         run = open_run(arguments.run)
+        give_way(run.config)
         with alone(run.folder.path, arguments.name):
-            serve(run, Ledger(run.folder.ledger), arguments.name)
+            serve(run, Ledger(run.folder.ledger), arguments.name, reaudits_only=arguments.reaudits)
     except KeyboardInterrupt:
         return 0
     except RLCommonsError as error:

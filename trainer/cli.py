@@ -81,6 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--refused", action="store_true", help="the newest refused trace instead of an accepted one")
     export.add_argument("--json", action="store_true", help="print one JSON object")
     export.set_defaults(command=_export)
+
+    quarantine = commands.add_parser("quarantine", help="list the traces that auditors died on")
+    quarantine.add_argument("run", type=Path)
+    quarantine.add_argument("--json", action="store_true", help="print one JSON object a trace")
+    quarantine.set_defaults(command=_quarantine)
     return parser
 
 
@@ -183,6 +188,29 @@ def _export(options: argparse.Namespace) -> int:
             print(f"check it: rlverify check {options.out} --policy {policy}")
         else:
             print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
+    return 0
+
+
+def _quarantine(options: argparse.Namespace) -> int:
+    from trainer.ledger import Ledger
+    from trainer.quarantine import in_quarantine
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    found = in_quarantine(run, Ledger(run.folder.ledger, read_only=True))
+    if options.json:
+        for each in found:
+            fields = {"file": str(each.file), "trace": each.digest, "node": each.node, "cause": each.cause}
+            print(json.dumps({**fields, "received_ms": each.received_ms, "policy_version": each.policy_version}))
+        return 0
+    for each in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.received_ms / 1000))
+        print(f"{when}  {each.file}\n  from {each.node}\n  {each.cause}")
+        print(f"  look: rlverify check {each.file} --policy {run.folder.policy(each.policy_version)}")
+    if found:
+        print("Nobody was blamed. Looking may hang or take all memory, as it did here: do it where that does no harm.")
+    else:
+        print("nothing is in quarantine")
     return 0
 
 

@@ -42,6 +42,8 @@ class TrainerConfig:
     audit_first: int = 32  # traces of a new node that are all recomputed
     auditors: int = 1  # auditor processes
     auditor_batch_tokens: int = 16384  # tokens in one prefill batch
+    auditor_seconds: float = 600.0  # an auditor that takes longer for one batch is ended; reading a policy counts
+    auditor_memory_mib: int = 0  # an auditor that holds more is ended; 0: it is the first that the system ends
 
     # learning (docs of each: trainer/loss.py)
     learning_rate: float = 1e-6
@@ -69,13 +71,17 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         positive = (
             "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
-            "open_groups", "auditors", "auditor_batch_tokens", "learning_rate", "gradient_clip", "ratio_cap",
-            "micro_batch_tokens", "staleness_limit", "threads", "keep_traces", "temperature",
+            "open_groups", "auditors", "auditor_batch_tokens", "auditor_seconds", "learning_rate",
+            "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces", "temperature",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
-        for name in ("warmup_steps", "weight_decay", "loss_tokens", "staleness_target", "steps", "log_ratio_penalty"):
+        from_zero = (
+            "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens", "staleness_target", "steps",
+            "log_ratio_penalty",
+        )  # fmt: skip
+        for name in from_zero:
             if getattr(self, name) < 0:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must not be below 0")
         if not 0 <= self.page_port <= 65_535:

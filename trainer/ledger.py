@@ -25,7 +25,7 @@ import numpy as np
 from protocol.errors import StorageError, UsageError
 from protocol.verdict import Reason
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 _SCHEMA = """
@@ -61,8 +61,13 @@ CREATE TABLE submissions (
     checks BLOB,                        -- canonical Checks of the checks that need no model
     claimed_by TEXT, claimed_ms INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
     audit BLOB,                         -- canonical AuditResult of the auditor
-    mu BLOB                             -- float32 logprobs of the audit, one a generated token
+    mu BLOB,                            -- float32 logprobs of the audit, one a generated token
+    judged_by TEXT,                     -- the auditor that answered
+    died_of TEXT,                       -- of what the auditors ended that were at work on it
+    reaudit TEXT                        -- the node asked for a second audit: WAITING, then DONE
 );
+CREATE INDEX submissions_claimed ON submissions(claimed_by, claimed_ms) WHERE claimed_by IS NOT NULL;
+CREATE INDEX submissions_reaudited ON submissions(reaudit, judged_by) WHERE reaudit IS NOT NULL;
 CREATE INDEX submissions_by_state ON submissions(state, policy_version, sequence);
 CREATE INDEX submissions_in_state ON submissions(state);
 CREATE INDEX submissions_by_group ON submissions(group_id, slot);
@@ -131,6 +136,12 @@ class SubmissionState(StrEnum):
     ACCEPTED = "ACCEPTED"
     REFUSED = "REFUSED"
     NOT_JUDGED = "NOT_JUDGED"
+    CREDITED = "CREDITED"  # accepted by a re-audit after its slot went to another: counted, never learned from
+
+
+class Reaudit(StrEnum):
+    WAITING = "WAITING"  # for another auditor than the one that judged it
+    DONE = "DONE"  # there is one a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +200,9 @@ class SubmissionRow:
     trace: bytes
     lease: bytes
     receipt: bytes
+    judged_by: str | None
+    died_of: str | None
+    reaudit: Reaudit | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +291,7 @@ def _group(row: Any) -> GroupRow:
 
 _SUBMISSION_COLUMNS = (
     "s.sequence, s.digest, s.lease_id, s.group_id, s.slot, s.node, s.policy_version, s.received_ms, "
-    "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt"
+    "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt, s.judged_by, s.died_of, s.reaudit"
 )
 
 
@@ -287,7 +301,8 @@ _OF_GROUP = "submissions s INDEXED BY submissions_by_group"
 
 def _submission(row: Any) -> SubmissionRow:
     fields = dict(zip(SubmissionRow.__slots__, row, strict=True))
-    return SubmissionRow(**{**fields, "state": SubmissionState(fields["state"])})
+    reaudit = None if fields["reaudit"] is None else Reaudit(fields["reaudit"])
+    return SubmissionRow(**{**fields, "state": SubmissionState(fields["state"]), "reaudit": reaudit})
 
 
 class Ledger:
@@ -622,11 +637,12 @@ class Ledger:
         return [_submission(row) for row in rows]
 
     def abandoned_audits(self, most: int) -> list[SubmissionRow]:
-        """Unclaimed audits of groups that were dropped meanwhile: nobody needs their answer."""
+        """Unclaimed audits of groups that were dropped meanwhile: nobody needs their answer, but a node that asked
+        for it."""
         rows = self._db.execute(
             f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "JOIN groups g ON g.group_id = s.group_id WHERE s.state = ? AND s.claimed_by IS NULL AND g.state = ? "
-            "ORDER BY s.sequence LIMIT ?",
+            "AND s.reaudit IS NULL ORDER BY s.sequence LIMIT ?",
             (SubmissionState.AUDIT, GroupState.DROPPED, most),
         )
         return [_submission(row) for row in rows]
@@ -682,33 +698,61 @@ class Ledger:
     ) -> None:
         """Record a signed verdict with all that follows from it: the slot, the group, the node's count.
 
-        Accepting the last open slot completes the group. A refused or unjudged slot is free again.
+        Accepting the last open slot completes the group. A refused or unjudged slot is free again. After a re-audit
+        the slot may be another's by now: then an accepted trace is credited and not used.
         """
         accepted = state is SubmissionState.ACCEPTED
+        again = submission.reaudit is not None
         with self.write():
+            kept = state
+            if accepted and again and not self._take_back(submission):
+                kept = SubmissionState.CREDITED
             self._db.execute(
-                "UPDATE submissions SET state = ?, reason = ?, reward = ?, checks = ?, claimed_by = NULL "
-                "WHERE sequence = ?",
-                (state, reason, reward, checks, submission.sequence),
+                "UPDATE submissions SET state = ?, reason = ?, reward = COALESCE(?, reward), checks = ?, "
+                "claimed_by = NULL, reaudit = ? WHERE sequence = ?",
+                (kept, reason, reward, checks, Reaudit.DONE if again else None, submission.sequence),
             )
             self.add_verdict(submission.node, submission.digest, state, reason, audited, judged_ms, verdict)
-            slot_state = SlotState.ACCEPTED if accepted else SlotState.FREE
-            self._db.execute(
-                "UPDATE slots SET state = ?, node = CASE WHEN ? THEN node ELSE NULL END, "
-                "lease_id = CASE WHEN ? THEN lease_id ELSE NULL END WHERE group_id = ? AND slot = ? AND digest = ?",
-                (slot_state, accepted, accepted, submission.group_id, submission.slot, submission.digest),
-            )
-            self._db.execute(
-                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ? AND NOT EXISTS ("
-                "SELECT 1 FROM slots WHERE group_id = ? AND state != ?)",
-                (
-                    GroupState.COMPLETE, submission.group_id, GroupState.OPEN, submission.group_id,
-                    SlotState.ACCEPTED,
-                ),
-            )  # fmt: skip
+            if not again:
+                self._settle_slot(submission, accepted)
+            self._complete(submission.group_id)
             if audited and state is not SubmissionState.NOT_JUDGED:
-                column = "audits_passed" if accepted else "audits_failed"
-                self._db.execute(f"UPDATE nodes SET {column} = {column} + 1 WHERE node = ?", (submission.node,))
+                self._count_audit(submission.node, accepted, again)
+
+    def _settle_slot(self, submission: SubmissionRow, accepted: bool) -> None:
+        slot_state = SlotState.ACCEPTED if accepted else SlotState.FREE
+        self._db.execute(
+            "UPDATE slots SET state = ?, node = CASE WHEN ? THEN node ELSE NULL END, "
+            "lease_id = CASE WHEN ? THEN lease_id ELSE NULL END WHERE group_id = ? AND slot = ? AND digest = ?",
+            (slot_state, accepted, accepted, submission.group_id, submission.slot, submission.digest),
+        )
+
+    def _take_back(self, submission: SubmissionRow) -> bool:
+        """Give a slot to the trace that was wrongly refused, where nobody has leased or answered it since."""
+        taken = self._db.execute(
+            "UPDATE slots SET state = ?, node = ?, lease_id = ? WHERE group_id = ? AND slot = ? AND digest = ? "
+            "AND state = ? AND EXISTS (SELECT 1 FROM groups WHERE group_id = ? AND state = ?)",
+            (
+                SlotState.ACCEPTED, submission.node, submission.lease_id, submission.group_id, submission.slot,
+                submission.digest, SlotState.FREE, submission.group_id, GroupState.OPEN,
+            ),
+        )  # fmt: skip
+        return taken.rowcount == 1
+
+    def _complete(self, group_id: bytes) -> None:
+        self._db.execute(
+            "UPDATE groups SET state = ? WHERE group_id = ? AND state = ? AND NOT EXISTS ("
+            "SELECT 1 FROM slots WHERE group_id = ? AND state != ?)",
+            (GroupState.COMPLETE, group_id, GroupState.OPEN, group_id, SlotState.ACCEPTED),
+        )
+
+    def _count_audit(self, node: bytes, accepted: bool, again: bool) -> None:
+        """On the node. A re-audit (`again`) is of a trace that counts as failed already."""
+        passed, failed = (int(accepted), -int(accepted)) if again else (int(accepted), int(not accepted))
+        self._db.execute(
+            "UPDATE nodes SET audits_passed = audits_passed + ?, audits_failed = audits_failed + ? WHERE node = ?",
+            (passed, failed, node),
+        )
 
     def add_verdict(
         self,
@@ -757,24 +801,27 @@ class Ledger:
 
     # --- audits (auditor) ---
 
-    def claim_audits(self, auditor: str, now_ms: int, most: int) -> list[SubmissionRow]:
-        """Claim waiting audits of one policy version (the oldest waiting) for one auditor. `attempts` of the
-        rows counts the auditors that died with it. After the first such death a trace is claimed alone, so that
-        it is not suspected for another's sake."""
-        oldest = (
-            "SELECT policy_version FROM submissions WHERE state = ? AND claimed_by IS NULL ORDER BY sequence LIMIT 1"
-        )
+    def claim_audits(self, auditor: str, now_ms: int, most: int, *, reaudits_only: bool = False) -> list[SubmissionRow]:
+        """Claim waiting audits of one policy version (the oldest waiting) for one auditor: no re-audit of what it
+        judged itself. `attempts` of the rows counts the auditors that died with it. After the first such death a
+        trace is claimed alone, so that it is not suspected for another's sake."""
+        waiting = "state = ? AND claimed_by IS NULL AND (judged_by IS NULL OR judged_by != ?)"
+        if reaudits_only:
+            waiting += " AND reaudit IS NOT NULL"
+        oldest = f"SELECT policy_version FROM submissions WHERE {waiting} ORDER BY sequence LIMIT 1"
+        values = (SubmissionState.AUDIT, auditor)
         # An idle auditor looks often: a read does not make the others wait for the write lock.
-        if self._db.execute(oldest, (SubmissionState.AUDIT,)).fetchone() is None:
+        if self._db.execute(oldest, values).fetchone() is None:
             return []
         with self.write():
-            row = self._db.execute(oldest, (SubmissionState.AUDIT,)).fetchone()
+            row = self._db.execute(oldest, values).fetchone()
             if row is None:
                 return []
             rows = self._db.execute(
                 f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
-                "WHERE s.state = ? AND s.claimed_by IS NULL AND s.policy_version = ? ORDER BY s.sequence LIMIT ?",
-                (SubmissionState.AUDIT, row[0], most),
+                f"WHERE s.sequence IN (SELECT sequence FROM submissions WHERE {waiting} AND policy_version = ? "
+                "ORDER BY sequence LIMIT ?) ORDER BY s.sequence",
+                (*values, row[0], most),
             ).fetchall()
             found = [_submission(each) for each in rows]
             claimed = list(itertools.takewhile(lambda each: not each.attempts, found)) or found[:1]
@@ -784,10 +831,23 @@ class Ledger:
             )
             return claimed
 
+    def renew_claims(self, auditor: str, now_ms: int) -> None:
+        """An auditor begins its next batch: until then it was not stuck."""
+        with self.write():
+            self._db.execute("UPDATE submissions SET claimed_ms = ? WHERE claimed_by = ?", (now_ms, auditor))
+
+    def claimed_ms(self, auditor: str) -> int | None:
+        """When an auditor began what it is at work on; None: it has nothing."""
+        found: int | None = self._db.execute(
+            "SELECT MAX(claimed_ms) FROM submissions WHERE claimed_by = ?", (auditor,)
+        ).fetchone()[0]
+        return found
+
     def finish_audit(self, sequence: int, audit: bytes, mu: np.ndarray[Any, np.dtype[np.float32]] | None) -> None:
         with self.write():
             self._db.execute(
-                "UPDATE submissions SET state = ?, audit = ?, mu = ?, claimed_by = NULL "
+                "UPDATE submissions SET state = ?, audit = ?, mu = ?, judged_by = COALESCE(judged_by, claimed_by), "
+                "claimed_by = NULL "
                 "WHERE sequence = ? AND state = ?",
                 (
                     SubmissionState.AUDITED, audit, None if mu is None else mu.astype("<f4").tobytes(), sequence,
@@ -795,13 +855,49 @@ class Ledger:
                 ),
             )  # fmt: skip
 
-    def release_claims(self, auditor: str, *, died: bool = True) -> int:
-        """Give back what an auditor had claimed that died, or that was told to end; how many."""
+    def release_claims(self, auditor: str, *, died_of: str | None) -> int:
+        """Give back what an auditor had claimed that died of something, or that was told to end (None); how many."""
         with self.write():
             return self._db.execute(
-                "UPDATE submissions SET claimed_by = NULL, attempts = attempts - ? WHERE claimed_by = ? AND state = ?",
-                (0 if died else 1, auditor, SubmissionState.AUDIT),
+                "UPDATE submissions SET claimed_by = NULL, attempts = attempts - ?, "
+                "died_of = CASE WHEN ? IS NULL THEN died_of WHEN died_of IS NULL THEN ? ELSE died_of || '; ' || ? END "
+                "WHERE claimed_by = ? AND state = ?",
+                (int(died_of is None), died_of, died_of, died_of, auditor, SubmissionState.AUDIT),
             ).rowcount
+
+    # --- re-audits (gateway) ---
+
+    def audited_refusal(self, digest: bytes, node: bytes) -> bool:
+        """Whether the newest verdict on a node's trace is a refusal after an audit."""
+        row = self._db.execute(
+            "SELECT outcome, audited FROM verdicts WHERE digest = ? AND node = ? ORDER BY sequence DESC LIMIT 1",
+            (digest, node),
+        ).fetchone()
+        return row is not None and row == (SubmissionState.REFUSED, 1)
+
+    def ask_reaudit(self, sequence: int) -> None:
+        """Send a refused trace to audit once more; auditors that died on it before do not count."""
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET state = ?, reaudit = ?, attempts = 0, died_of = NULL WHERE sequence = ?",
+                (SubmissionState.AUDIT, Reaudit.WAITING, sequence),
+            )
+
+    def end_reaudit(self, sequence: int, *, may_ask_again: bool) -> None:
+        """The second audit could not judge: the trace stays refused."""
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET state = ?, reaudit = ? WHERE sequence = ?",
+                (SubmissionState.REFUSED, None if may_ask_again else Reaudit.DONE, sequence),
+            )
+
+    def reaudits_waiting(self, of: str) -> int:
+        """Re-audits not answered yet of what this auditor judged."""
+        count: int = self._db.execute(
+            "SELECT COUNT(*) FROM submissions WHERE reaudit = ? AND state = ? AND judged_by = ?",
+            (Reaudit.WAITING, SubmissionState.AUDIT, of),
+        ).fetchone()[0]
+        return count
 
     def waiting_audits(self) -> int:
         count: int = self._db.execute(
@@ -878,11 +974,11 @@ class Ledger:
             return self._db.execute(
                 "UPDATE submissions INDEXED BY submissions_with_trace SET trace = NULL, mu = NULL "
                 "WHERE trace IS NOT NULL AND sequence <= "
-                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?) AND group_id NOT IN "
-                "(SELECT group_id FROM groups WHERE state IN (?, ?))",
+                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?, ?) "
+                "AND group_id NOT IN (SELECT group_id FROM groups WHERE state IN (?, ?))",
                 (
                     keep, SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED,
-                    GroupState.OPEN, GroupState.COMPLETE,
+                    SubmissionState.CREDITED, GroupState.OPEN, GroupState.COMPLETE,
                 ),
             ).rowcount  # fmt: skip
 
@@ -925,9 +1021,12 @@ class Ledger:
             )
 
     def latest_audits(self, node: bytes, most: int) -> list[bool]:
-        """The newest audits of a node, newest first, True where the trace was accepted."""
+        """The newest audits of a node, newest first, True where the trace was accepted. Of a trace that was audited
+        twice the second counts alone."""
         rows = self._db.execute(
-            "SELECT outcome FROM verdicts WHERE node = ? AND audited AND outcome != ? ORDER BY sequence DESC LIMIT ?",
+            "SELECT v.outcome FROM verdicts v WHERE v.node = ? AND v.audited AND v.outcome != ? AND NOT EXISTS ("
+            "SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node AND l.sequence > v.sequence) "
+            "ORDER BY v.sequence DESC LIMIT ?",
             (node, SubmissionState.NOT_JUDGED, most),
         )
         return [row[0] == SubmissionState.ACCEPTED for row in rows]

@@ -4,6 +4,7 @@
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
     RUN/policies/v00000012/                published policies, Hugging Face folders in bfloat16
     RUN/learner/step-00000012/             float32 masters, optimiser state, the batch that was used
+    RUN/quarantine/DIGEST.msgpack          traces that auditors died on, for a person to look at
     RUN/logs/*.log
 
 Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py).
@@ -73,6 +74,10 @@ class RunFolder:
     @property
     def learner(self) -> Path:
         return self.path / "learner"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine"
 
     @property
     def logs(self) -> Path:

@@ -2,8 +2,9 @@
 
     gateway · auditors · learner · page       each `python -m trainer.… RUN`, each may die alone
 
-A process that ends is started again, later each time, and said why. The children end when this process does, also
-when it is killed: they watch their stdin, whose other end is here. Not here: any of their work.
+A process that ends is started again, later each time, and said why. An auditor that takes too much time or memory is
+ended; a second one runs while a node waits for a re-audit. The children end when this process does, also when it is
+killed: they watch their stdin, whose other end is here. Not here: any of their work.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import IO, Any, Final
 from protocol.errors import StorageError, UsageError
 from trainer.child import now_ms
 from trainer.config import TrainerConfig
+from trainer.guard import Guard
 from trainer.ledger import Ledger
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run
 from trainer.summary import summary
@@ -37,6 +39,7 @@ LOOK_SECONDS: Final = 0.1
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
 START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
+CAUSE_CHARACTERS: Final = 300  # of why an auditor ended, beside the trace it was at work on
 LOG_BYTES: Final = 16 * 1024 * 1024  # a log is turned over at this size
 
 
@@ -47,10 +50,13 @@ class Child:
     name: str
     arguments: tuple[str, ...]
     log: Path
+    guard: Guard | None = None  # of an auditor
+    reaudits: str = ""  # the auditor whose refusals this one audits again: it runs while some wait
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     failures: int = 0
     start_at: float = 0.0
+    ended_for: str = ""  # why this process was ended by the supervisor
     last_words: list[str] = field(default_factory=list)
 
 
@@ -61,9 +67,17 @@ def children_of(run: Run) -> list[Child]:
     def child(name: str, module: str, *more: str) -> Child:
         return Child(name, ("-m", module, path, *more), run.folder.logs / f"{name}.log")
 
-    auditors = [
-        child(name, "trainer.audit", "--name", name) for name in (f"auditor-{i}" for i in range(run.config.auditors))
-    ]
+    def auditor(name: str, *more: str) -> Child:
+        made = child(name, "trainer.audit", "--name", name, *more)
+        made.guard = Guard(run.config)
+        return made
+
+    auditors = [auditor(f"auditor-{i}") for i in range(run.config.auditors)]
+    if len(auditors) == 1:
+        # SPEC 8.8: a re-audit MUST be by another auditor than the one that refused.
+        second = auditor("auditor-second", "--reaudits")
+        second.reaudits = auditors[0].name
+        auditors.append(second)
     return [
         child("gateway", "trainer.gateway"),
         *auditors,
@@ -82,13 +96,27 @@ class Supervisor:
         self.news: list[str] = []  # what a person should see, oldest first
 
     def look(self) -> None:
-        """Start what should run and does not; say why something ended."""
+        """Start what should run and does not, end what should not; say why something ended."""
         now = time.monotonic()
         for child in self._children:
+            wanted = self._is_wanted(child)
             if child.process is not None and (code := child.process.poll()) is not None:
-                self._ended(child, code, now)
-            if child.process is None and now >= child.start_at:
+                self._ended(child, code, now, wanted)
+            if child.process is None and wanted and now >= child.start_at:
                 self._start(child, now)
+            elif child.process is not None and not wanted:
+                _hang_up(child.process)
+            if child.process is not None and child.guard is not None:
+                self._watch(child, child.process, child.guard)
+
+    def _is_wanted(self, child: Child) -> bool:
+        return not child.reaudits or self._ledger.reaudits_waiting(child.reaudits) > 0
+
+    def _watch(self, child: Child, process: subprocess.Popen[bytes], guard: Guard) -> None:
+        """End an auditor that a trace made use too much. It may be stopped or deep in native code: it is not asked."""
+        child.ended_for = child.ended_for or guard.cause(process.pid, self._ledger.claimed_ms(child.name))
+        if child.ended_for:
+            process.kill()
 
     def _start(self, child: Child, now: float) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -101,23 +129,35 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C comes to this process alone, which then ends the others in order
         )
         child.started = now
+        child.ended_for = ""
         child.last_words.clear()
         assert child.process.stderr is not None
         threading.Thread(
             target=_keep_log, args=(child.process.stderr, child.log, child.last_words), daemon=True
         ).start()
 
-    def _ended(self, child: Child, code: int, now: float) -> None:
-        if child.process is not None and child.process.stdin is not None:
-            child.process.stdin.close()
+    def _ended(self, child: Child, code: int, now: float, wanted: bool) -> None:
+        if child.process is not None:
+            _hang_up(child.process)
         child.process = None
+        if not wanted:
+            return
         child.failures = 0 if now - child.started > HEALTHY_SECONDS else child.failures
         delay = RESTART_SECONDS[min(child.failures, len(RESTART_SECONDS) - 1)]
         child.failures += 1
         child.start_at = now + delay
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        why = f": {child.last_words[-1]}" if child.last_words else ""
+        if child.ended_for:
+            how = f"was ended: {child.ended_for}"
+        why = f": {child.last_words[-1]}" if child.last_words and not child.ended_for else ""
+        if child.guard is not None:
+            self._release(child.name, died_of=f"the auditor {how}{why}"[:CAUSE_CHARACTERS])
         self.say("process", f"the {child.name} {how}{why}; started again in {delay:g} s (see {child.log})")
+
+    def _release(self, auditor: str, died_of: str | None) -> None:
+        """What it was at work on is for another: this one may not come back soon."""
+        with contextlib.suppress(StorageError):  # its next start does it
+            self._ledger.release_claims(auditor, died_of=died_of)
 
     def say(self, kind: str, text: str) -> None:
         self.news.append(text)
@@ -128,9 +168,7 @@ class Supervisor:
         """End all children: ask, wait, then kill. In under 5 s."""
         running = [child.process for child in self._children if child.process is not None]
         for process in running:
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
+            _hang_up(process)
         deadline = time.monotonic() + STOP_SECONDS
         for process in running:
             try:
@@ -139,7 +177,16 @@ class Supervisor:
                 process.kill()
                 process.wait()
         for child in self._children:
+            if child.process is not None and child.guard is not None:
+                self._release(child.name, died_of=None)  # ended by us, in the middle of a long batch perhaps
             child.process = None
+
+
+def _hang_up(process: subprocess.Popen[bytes]) -> None:
+    """Tell a child that its parent wants it to end."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
 
 
 def _keep_log(source: IO[bytes], path: Path, last_words: list[str]) -> None:

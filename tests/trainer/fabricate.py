@@ -27,6 +27,7 @@ from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot
 from protocol.run import EnvironmentShare
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
+from protocol.verdict import Receipt
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
 from trainer.ledger import GroupRow, Ledger, NewSubmission, SubmissionState
@@ -267,7 +268,8 @@ class Gateway:
             tokens=len(trace.tokens),
         )
         sequence = self.ledger.next_sequence()
-        self.ledger.add_submission(new, sequence, b"receipt")
+        receipt = Receipt(self.run.run, sealed.digest, lease.lease_id, slot, self.node.node, NOW, sequence)
+        self.ledger.add_submission(new, sequence, codec.encode(seal(self.trainer, receipt)))
         self.ledger.send_to_audit(sequence, reward, b"checks")
         return sealed.digest
 

@@ -196,7 +196,7 @@ def test_a_trace_that_two_auditors_died_on_is_left_unjudged(made: tuple[Run, Led
     gateway.submit(gateway.draw(1, 0))
     for _ in range(2):
         ledger.claim_audits("a", 1, 1)
-        ledger.release_claims("a")
+        ledger.release_claims("a", died_of="the auditor was killed by SIGKILL")
     assert sum(iter(Auditor(run, ledger, "a").turn, 0)) == 4
     assert [result.fault for _, result in answers(ledger)] == [Reason.VERIFIER_FAULT, None, None, None]
 
@@ -208,7 +208,7 @@ def test_what_a_dead_auditor_had_claimed_beside_a_trace_is_not_suspected_twice(
     gateway.submit(gateway.draw(1, 0))
     claimed = [len(ledger.claim_audits("a", 1, 10))]
     for _ in range(2):
-        ledger.release_claims("a")
+        ledger.release_claims("a", died_of="the auditor was killed by SIGKILL")
         claimed.append(len(ledger.claim_audits("a", 1, 10)))
     assert claimed == [4, 1, 1], "a whole batch, then the first of them alone"
     assert sum(iter(Auditor(run, ledger, "a").turn, 0)) == 4

@@ -229,7 +229,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(UsageError, match="format 99, this rlcommons reads 1"):
+    with pytest.raises(UsageError, match="format 99, this rlcommons reads 2"):
         Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UsageError, match="rltrainer init"):
         Ledger(tmp_path / "none.sqlite")
