@@ -157,6 +157,21 @@ class BlobReply:
     data: Annotated[bytes, codec.Bytes(1, limits.MAX_BLOB_BYTES)]
 
 
+@dataclass(frozen=True, slots=True)
+class AskAudit:
+    """node → trainer: have a refused trace audited again, by another auditor."""
+
+    digest: Annotated[bytes, codec.Bytes(32)]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditAsked:
+    """trainer → node: whether it will be. The verdict then comes with a heartbeat; `text` says what to expect."""
+
+    granted: Annotated[bool, codec.Flag()]
+    text: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
+
+
 # SPEC 9.3: message numbers. Append-only.
 MESSAGES: Final[dict[int, type]] = {
     1: Hello,
@@ -174,6 +189,8 @@ MESSAGES: Final[dict[int, type]] = {
     13: HeartbeatReply,
     14: GetBlob,
     15: BlobReply,
+    16: AskAudit,
+    17: AuditAsked,
 }
 _NUMBERS: Final = {cls: number for number, cls in MESSAGES.items()}
 

@@ -127,6 +127,16 @@ class Verdict:
     judged_ms: Annotated[int, codec.UInt()]
 
 
+def may_replace(later: Verdict, earlier: Verdict) -> bool:
+    """SPEC 8.8: whether a trainer may give `later` on a trace it gave `earlier` on. The last case is a re-audit:
+    whether the node asked for one, and once, the two verdicts do not say."""
+    if earlier.outcome is Outcome.NOT_JUDGED:
+        return True
+    if not later.audited or later.outcome is Outcome.NOT_JUDGED:
+        return False
+    return not earlier.audited or earlier.outcome is Outcome.REFUSED
+
+
 def check_verdict(verdict: Verdict) -> None:
     """SPEC 8.8: outcome, reason and checks tell one story. Raises DecodeError(MALFORMED)."""
     if verdict.reason is None:

@@ -72,7 +72,8 @@ class TrainerConfig:
         positive = (
             "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
             "open_groups", "auditors", "auditor_batch_tokens", "auditor_seconds", "learning_rate",
-            "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces", "temperature",
+            "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces",
+            "temperature",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:

@@ -42,7 +42,7 @@ def messages() -> dict[str, Any]:
     for name, comment, error, data in (
         ("no_number", "an empty body", "MALFORMED", b""),
         ("number_0", "zero is no message", "MALFORMED", b"\0" + wire.encode("Returned", {})),
-        ("number_16", "not assigned", "MALFORMED", b"\x10" + wire.encode("Returned", {})),
+        ("number_18", "not assigned", "MALFORMED", b"\x12" + wire.encode("Returned", {})),
         ("number_255", "not assigned", "MALFORMED", b"\xff" + wire.encode("Returned", {})),
         ("number_of_another", "a heartbeat as a hello", "MALFORMED", b"\1" + wire.encode("Heartbeat", heartbeat())),
         ("number_alone", "no object follows", "MALFORMED", b"\1"),
@@ -94,6 +94,13 @@ def messages() -> dict[str, Any]:
         ),
         ("blob_empty", "a blob of no bytes", "MALFORMED", b"\x0f" + wire.encode("BlobReply", {"data": b""})),
         ("blob_digest_short", "31 bytes", "MALFORMED", b"\x0e" + wire.encode("GetBlob", {"digest": bytes(31)})),
+        ("audit_digest_short", "31 bytes", "MALFORMED", b"\x10" + wire.encode("AskAudit", {"digest": bytes(31)})),
+        (
+            "audit_granted_number",
+            "a number where a flag belongs",
+            "MALFORMED",
+            b"\x11" + with_raw("AuditAsked", values["AuditAsked"], "granted", b"\1"),
+        ),
         (
             "verdicts_257",
             "more verdicts than a reply may carry",

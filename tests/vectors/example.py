@@ -288,4 +288,6 @@ def messages_of_the_run() -> dict[str, dict[str, Any]]:
         },
         "GetBlob": {"digest": sha256(CONFIG)},
         "BlobReply": {"data": CONFIG},
+        "AskAudit": {"digest": TRACE_DIGEST},
+        "AuditAsked": {"granted": True, "text": "another auditor looks at it"},
     }

@@ -243,6 +243,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
     },
     "GetBlob": {"digest": "bytes"},
     "BlobReply": {"data": "bytes"},
+    "AskAudit": {"digest": "bytes"},
+    "AuditAsked": {"granted": "flag", "text": "text"},
 }
 
 DOMAINS = {
@@ -272,6 +274,8 @@ NUMBERS = {
     "HeartbeatReply": 13,
     "GetBlob": 14,
     "BlobReply": 15,
+    "AskAudit": 16,
+    "AuditAsked": 17,
 }
 
 
