@@ -66,8 +66,8 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a submission. `verdict` is None while an audit is waited for; `fault` is ours, for a person
-    to read."""
+    """What becomes of a submission. `verdict` is None while an audit is waited for, and after a re-audit that could
+    not judge; `fault` is ours, for a person to read."""
 
     row: SubmissionRow
     state: SubmissionState
@@ -234,6 +234,9 @@ class Inbox:
         if decision.fault:
             self._ledger.add_event(now_ms, "fault", decision.fault)
         checks = codec.encode(Checks(decision.checks))
+        if decision.verdict is None and row.reaudit is not None:
+            self._ledger.end_reaudit(row.sequence, may_ask_again=row.died_of is None)
+            return
         if decision.verdict is None:
             self._ledger.send_to_audit(row.sequence, decision.reward or 0.0, checks)
             return
@@ -247,7 +250,10 @@ class Inbox:
             verdict=codec.encode(decision.verdict),
             judged_ms=now_ms,
         )
-        if decision.audited and decision.state is SubmissionState.REFUSED:
+        if row.reaudit is not None:
+            name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
+            self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")
+        elif decision.audited and decision.state is SubmissionState.REFUSED:
             held = self._ledger.quarantine(row.node)
             self._ledger.add_event(
                 now_ms,
@@ -350,6 +356,10 @@ class Examiner:
         cheap = codec.decode(Checks, row.checks).checks
         if result.fault is not None:
             fault = f"trace {row.digest.hex()[:16]}… was not judged: {result.error}"
+            if row.reaudit is not None:
+                # SPEC 8.8: a re-audit that cannot judge gives no verdict. Else a trace that makes auditors fail would
+                # take its refusal back.
+                return Decision(row, SubmissionState.REFUSED, result.fault, False, None, cheap, None, fault)
             dear = tuple(skipped(name, "not judged") for name in DEAR)
             return self._judged(row, trace, result.fault, cheap, dear, verifier=result.verifier, fault=fault)
         failure = first_failure(result.checks)

@@ -13,6 +13,7 @@ from protocol.envelope import Signed
 from protocol.errors import Code, Refused, StorageError, UsageError
 from protocol.messages import Version
 from protocol.net.session import Session
+from trainer import reaudit
 from trainer.child import now_ms
 from trainer.inbox import Arrival
 from trainer.office import software
@@ -42,6 +43,7 @@ class Visit:
             messages.ReturnLease: self._return,
             messages.Submit: self._submit,
             messages.Heartbeat: self._beat,
+            messages.AskAudit: self._ask_audit,
         }
 
     async def answer(self, body: bytes) -> bytes:
@@ -116,6 +118,11 @@ class Visit:
         reply = await self._office.clerk.do(lambda: self._office.inbox.receive(arrival))
         self._office.judge.wake()
         return reply
+
+    async def _ask_audit(self, request: messages.AskAudit, received_ms: int) -> messages.AuditAsked:
+        self._gateway.check_room()
+        ledger, shelf = self._gateway.writer, self._office.shelf
+        return await self._office.clerk.do(lambda: reaudit.ask(ledger, shelf, self.node, request.digest, received_ms))
 
     async def _beat(self, request: messages.Heartbeat, received_ms: int) -> messages.HeartbeatReply:
         self._gateway.beats[self.node] = (received_ms, request)
