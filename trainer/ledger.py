@@ -48,9 +48,11 @@ CREATE TABLE slots (
 ) WITHOUT ROWID;
 CREATE TABLE leases (
     lease_id BLOB PRIMARY KEY, node BLOB NOT NULL, group_id BLOB NOT NULL, signed BLOB NOT NULL,
-    deadline_ms INTEGER NOT NULL, state TEXT NOT NULL
+    deadline_ms INTEGER NOT NULL, state TEXT NOT NULL,
+    policy_version INTEGER NOT NULL     -- its group's; the rowid is the order of issue
 );
 CREATE INDEX leases_by_deadline ON leases(state, deadline_ms);
+CREATE INDEX leases_by_version ON leases(policy_version, state);
 CREATE TABLE submissions (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB NOT NULL UNIQUE, lease_id BLOB NOT NULL,
     group_id BLOB NOT NULL, slot INTEGER NOT NULL, node BLOB NOT NULL, policy_version INTEGER NOT NULL,
@@ -69,6 +71,7 @@ CREATE TABLE submissions (
 CREATE INDEX submissions_claimed ON submissions(claimed_by, claimed_ms) WHERE claimed_by IS NOT NULL;
 CREATE INDEX submissions_reaudited ON submissions(reaudit, judged_by) WHERE reaudit IS NOT NULL;
 CREATE INDEX submissions_by_state ON submissions(state, policy_version, sequence);
+CREATE INDEX submissions_by_version ON submissions(policy_version, sequence);
 CREATE INDEX submissions_in_state ON submissions(state);
 CREATE INDEX submissions_by_group ON submissions(group_id, slot);
 CREATE INDEX submissions_by_node ON submissions(node, state);
@@ -77,12 +80,17 @@ CREATE INDEX submissions_with_trace ON submissions(state, group_id) WHERE trace 
 CREATE TABLE verdicts (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, digest BLOB NOT NULL,
     outcome TEXT NOT NULL, reason TEXT, audited INTEGER NOT NULL, judged_ms INTEGER NOT NULL,
-    signed BLOB NOT NULL
+    signed BLOB NOT NULL,
+    epoch INTEGER NOT NULL              -- of whose log it is part (SPEC 8.12)
 );
 CREATE INDEX verdicts_by_node ON verdicts(node, sequence);
+CREATE INDEX verdicts_by_epoch ON verdicts(epoch, sequence);
 CREATE INDEX verdicts_by_digest ON verdicts(digest);
 CREATE INDEX verdicts_by_outcome ON verdicts(outcome, reason, audited);
 CREATE INDEX audits_by_node ON verdicts(node, sequence, outcome) WHERE audited;
+CREATE TABLE epochs (                   -- the closed ones
+    version INTEGER PRIMARY KEY, signed BLOB NOT NULL
+);
 CREATE TABLE nodes (
     node BLOB PRIMARY KEY, first_seen_ms INTEGER NOT NULL, last_seen_ms INTEGER NOT NULL,
     software TEXT NOT NULL, engine TEXT NOT NULL, connected INTEGER NOT NULL DEFAULT 0,
@@ -508,8 +516,8 @@ class Ledger:
     ) -> None:
         with self.write():
             self._db.execute(
-                "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)",
-                (lease_id, node, group_id, signed, deadline_ms, LeaseState.OPEN),
+                "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, (SELECT policy_version FROM groups WHERE group_id = ?))",
+                (lease_id, node, group_id, signed, deadline_ms, LeaseState.OPEN, group_id),
             )
             self._db.executemany(
                 "UPDATE slots SET state = ?, node = ?, lease_id = ?, attempts = attempts + 1 "
@@ -780,10 +788,18 @@ class Ledger:
             if column := columns.get(state):
                 self._db.execute(f"UPDATE nodes SET {column} = {column} + 1 WHERE node = ?", (node,))
             self._db.execute(
-                "INSERT INTO verdicts (node, digest, outcome, reason, audited, judged_ms, signed) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (node, digest, state, reason, audited, judged_ms, signed),
+                "INSERT INTO verdicts (node, digest, outcome, reason, audited, judged_ms, signed, epoch) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (node, digest, state, reason, audited, judged_ms, signed, self._epoch_of(digest, node)),
             )
+
+    def _epoch_of(self, digest: bytes, node: bytes) -> int:
+        """SPEC 8.12: a verdict belongs to the epoch of the lease; one on a trace that has no receipt to the latest,
+        which is not closed before there is another."""
+        row = self._db.execute(
+            "SELECT policy_version FROM submissions WHERE digest = ? AND node = ?", (digest, node)
+        ).fetchone()
+        return (self.latest_signed() or 0) if row is None else int(row[0])
 
     def verdicts_after(self, node: bytes, cursor: int, most: int) -> list[tuple[int, bytes]]:
         """(sequence, canonical Signed) of a node's verdicts after `cursor`, oldest first."""
@@ -904,6 +920,64 @@ class Ledger:
             "SELECT COUNT(*) FROM submissions WHERE state = ?", (SubmissionState.AUDIT,)
         ).fetchone()[0]
         return count
+
+    # --- the log: epochs are closed one after the other, and nothing of a closed one changes (gateway) ---
+
+    def sealed(self) -> int:
+        """How many epochs are closed: versions 0 to this number are, itself not included."""
+        count: int = self._db.execute("SELECT COALESCE(MAX(version) + 1, 0) FROM epochs").fetchone()[0]
+        return count
+
+    def seal(self, version: int) -> bytes | None:
+        """The canonical Signed Epoch of a closed epoch."""
+        row = self._db.execute("SELECT signed FROM epochs WHERE version = ?", (version,)).fetchone()
+        return None if row is None else row[0]
+
+    def add_seal(self, version: int, signed: bytes) -> None:
+        with self.write():
+            self._db.execute("INSERT INTO epochs VALUES (?, ?)", (version, signed))
+
+    def is_settled(self, version: int) -> bool:
+        """Whether nothing of a policy version waits: no group that may yet be learned from, no open lease, no
+        submission without a verdict."""
+        row = self._db.execute(
+            "SELECT NOT EXISTS (SELECT 1 FROM groups WHERE state IN (?, ?) AND policy_version = ?) "
+            "AND NOT EXISTS (SELECT 1 FROM leases WHERE policy_version = ? AND state = ?) "
+            "AND NOT EXISTS (SELECT 1 FROM submissions WHERE state IN (?, ?, ?) AND policy_version = ?)",
+            (
+                GroupState.OPEN, GroupState.COMPLETE, version, version, LeaseState.OPEN,
+                SubmissionState.RECEIVED, SubmissionState.AUDIT, SubmissionState.AUDITED, version,
+            ),
+        ).fetchone()  # fmt: skip
+        return bool(row[0])
+
+    def leases_of(self, version: int) -> list[bytes]:
+        """The canonical Signed leases of a policy version, in order of issue."""
+        rows = self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,))
+        return [row[0] for row in rows]
+
+    def logged_verdicts(self, version: int) -> list[tuple[int, bytes]]:
+        """(sequence, canonical Signed) of an epoch's verdicts, oldest first."""
+        return self._db.execute(
+            "SELECT sequence, signed FROM verdicts WHERE epoch = ? ORDER BY sequence", (version,)
+        ).fetchall()
+
+    def submitted(self, version: int) -> list[bytes]:
+        """The digests of a policy version's traces that are still here, oldest first."""
+        rows = self._db.execute(
+            "SELECT digest FROM submissions WHERE policy_version = ? AND trace IS NOT NULL ORDER BY sequence", (version,)
+        )
+        return [row[0] for row in rows]
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Reads within see one state of the ledger, whatever others write meanwhile."""
+        self._db.execute("BEGIN")
+        try:
+            self._db.execute("SELECT 1 FROM policies LIMIT 1").fetchone()  # the state is fixed by the first read
+            yield
+        finally:
+            self._db.execute("COMMIT")
 
     # --- learning (learner) ---
 
