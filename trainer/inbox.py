@@ -35,7 +35,7 @@ from protocol.verdict import (
     Receipt,
     Verdict,
 )
-from trainer.audit_draw import AuditChain, is_drawn
+from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig
 from trainer.ledger import GroupState, LeaseState, Ledger, NewSubmission, SlotState, SubmissionRow, SubmissionState
@@ -43,6 +43,7 @@ from trainer.shelf import Shelf
 from trainer.standing import audits_that_count, standing
 from verify.accounting import check_run, lease_findings
 from verify.check import CHEAP, DEAR, cheap_checks, not_reached, unaudited
+from verify.draw import is_drawn
 from verify.finding import Finding, as_check, first_failure, passed, skipped
 
 _EPOCHS_KEPT: Final = 32

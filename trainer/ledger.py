@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import StorageError, UsageError
+from protocol.log import Draw
 from protocol.verdict import Reason
+from verify.standing import WINDOW
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 _SCHEMA = """
@@ -66,7 +68,9 @@ CREATE TABLE submissions (
     mu BLOB,                            -- float32 logprobs of the audit, one a generated token
     judged_by TEXT,                     -- the auditor that answered
     died_of TEXT,                       -- of what the auditors ended that were at work on it
-    reaudit TEXT                        -- the node asked for a second audit: WAITING, then DONE
+    reaudit TEXT,                       -- the node asked for a second audit: WAITING, then DONE
+    -- protocol.log.Draw; NULL until it is drawn, and where a check that needs no model had failed before
+    draw_seen INTEGER, draw_floor REAL, draw_rate REAL, drawn INTEGER
 );
 CREATE INDEX submissions_claimed ON submissions(claimed_by, claimed_ms) WHERE claimed_by IS NOT NULL;
 CREATE INDEX submissions_reaudited ON submissions(reaudit, judged_by) WHERE reaudit IS NOT NULL;
@@ -81,13 +85,21 @@ CREATE TABLE verdicts (
     sequence INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, digest BLOB NOT NULL,
     outcome TEXT NOT NULL, reason TEXT, audited INTEGER NOT NULL, judged_ms INTEGER NOT NULL,
     signed BLOB NOT NULL,
-    epoch INTEGER NOT NULL              -- of whose log it is part (SPEC 8.12)
+    epoch INTEGER NOT NULL,             -- of whose log it is part (SPEC 8.12)
+    calibration BLOB, scores BLOB       -- SPEC 10.8: by which digest, and the trace's sums, float64
 );
 CREATE INDEX verdicts_by_node ON verdicts(node, sequence);
 CREATE INDEX verdicts_by_epoch ON verdicts(epoch, sequence);
 CREATE INDEX verdicts_by_digest ON verdicts(digest);
 CREATE INDEX verdicts_by_outcome ON verdicts(outcome, reason, audited);
 CREATE INDEX audits_by_node ON verdicts(node, sequence, outcome) WHERE audited;
+CREATE INDEX audits_by_version ON verdicts(node, epoch, sequence) WHERE audited;
+CREATE TABLE calibrations (
+    digest BLOB PRIMARY KEY,            -- of the canonical Calibration, as verdicts name it
+    pair TEXT NOT NULL, policy_version INTEGER NOT NULL, created_ms INTEGER NOT NULL, body BLOB NOT NULL,
+    signed BLOB                         -- Signed; NULL until the gateway signed it
+);
+CREATE INDEX calibrations_by_pair ON calibrations(pair, created_ms);
 CREATE TABLE epochs (                   -- the closed ones
     version INTEGER PRIMARY KEY, signed BLOB NOT NULL
 );
@@ -100,7 +112,8 @@ CREATE TABLE nodes (
     expired INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
     accepted INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
     audits_passed INTEGER NOT NULL DEFAULT 0, audits_failed INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0
+    tokens INTEGER NOT NULL DEFAULT 0,
+    rate REAL NOT NULL DEFAULT 1        -- at which its last trace was drawn for audit
 );
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,        -- the policy version the step made
@@ -224,6 +237,28 @@ class NewSubmission:
     received_ms: int
     trace: bytes
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredVerdict:
+    """An audited verdict's part in the sums of a node; `calibration` None and no `scores` where it has none."""
+
+    sequence: int
+    digest: bytes
+    calibration: bytes | None
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRow:
+    """`body`: canonical Calibration; `signed`: canonical Signed of it, None until the gateway signed."""
+
+    digest: bytes
+    pair: str
+    policy_version: int
+    created_ms: int
+    body: bytes
+    signed: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +458,37 @@ class Ledger:
 
     def unsigned_policies(self) -> list[tuple[int, bytes]]:
         return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()
+
+    # --- calibrations (auditor writes, gateway signs) ---
+
+    def add_calibration(self, row: CalibrationRow) -> bool:
+        """Keep a measured calibration; False where it is known."""
+        with self.write():
+            values = (row.digest, row.pair, row.policy_version, row.created_ms, row.body, row.signed)
+            added = self._db.execute("INSERT OR IGNORE INTO calibrations VALUES (?, ?, ?, ?, ?, ?)", values)
+            return added.rowcount == 1
+
+    def set_signed_calibration(self, digest: bytes, signed: bytes) -> None:
+        with self.write():
+            self._db.execute("UPDATE calibrations SET signed = ? WHERE digest = ?", (signed, digest))
+
+    def calibrations(self) -> list[CalibrationRow]:
+        """All of the run, oldest first."""
+        rows = self._db.execute(
+            "SELECT digest, pair, policy_version, created_ms, body, signed FROM calibrations ORDER BY created_ms, digest"
+        )
+        return [CalibrationRow(*row) for row in rows]
+
+    def calibration(self, digest: bytes) -> CalibrationRow | None:
+        row = self._db.execute(
+            "SELECT digest, pair, policy_version, created_ms, body, signed FROM calibrations WHERE digest = ?",
+            (digest,),
+        ).fetchone()
+        return None if row is None else CalibrationRow(*row)
+
+    def calibrated_pairs(self) -> set[str]:
+        """The pairs with a signed calibration."""
+        return {row[0] for row in self._db.execute("SELECT DISTINCT pair FROM calibrations WHERE signed IS NOT NULL")}
 
     # --- groups, slots, leases (gateway) ---
 
@@ -670,27 +736,49 @@ class Ledger:
                 (SubmissionState.AUDIT, reward, checks, sequence),
             )
 
+    def note_draw(self, sequence: int, node: bytes, draw: Draw) -> None:
+        """Whether a submission was drawn for audit, and from what that follows; in the transaction of its decision."""
+        with self.write():
+            self._db.execute(
+                "UPDATE submissions SET draw_seen = ?, draw_floor = ?, draw_rate = ?, drawn = ? WHERE sequence = ?",
+                (draw.seen, draw.floor, draw.rate, draw.drawn, sequence),
+            )
+            self._db.execute("UPDATE nodes SET rate = ? WHERE node = ?", (draw.rate, node))
+
+    def judge_again(self, node: bytes, version: int) -> int:
+        """What a node drew under a policy version, was audited and accepted, and is not yet learned from, gets a
+        verdict once more, from the audit that is there; how many."""
+        with self.write():
+            return self._hold_back(
+                "s.node = ? AND s.policy_version = ? AND s.state = ? AND s.audit IS NOT NULL",
+                (node, version, SubmissionState.ACCEPTED),
+                SubmissionState.AUDITED,
+            )
+
     def quarantine(self, node: bytes) -> int:
         """Send every accepted, unaudited, untrained trace of a node to audit; how many."""
         with self.write():
-            rows = self._db.execute(
-                "SELECT s.sequence, s.group_id, s.slot FROM submissions s JOIN groups g ON g.group_id = s.group_id "
-                "WHERE s.node = ? AND s.state = ? AND s.mu IS NULL AND s.trace IS NOT NULL AND g.state IN (?, ?)",
-                (node, SubmissionState.ACCEPTED, GroupState.OPEN, GroupState.COMPLETE),
-            ).fetchall()
-            for sequence, group_id, slot in rows:
-                self._db.execute(
-                    "UPDATE submissions SET state = ? WHERE sequence = ?", (SubmissionState.AUDIT, sequence)
-                )
-                self._db.execute(
-                    "UPDATE slots SET state = ? WHERE group_id = ? AND slot = ?",
-                    (SlotState.ANSWERED, group_id, slot),
-                )
-                self._db.execute(
-                    "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
-                    (GroupState.OPEN, group_id, GroupState.COMPLETE),
-                )
-            return len(rows)
+            return self._hold_back(
+                "s.node = ? AND s.state = ? AND s.mu IS NULL", (node, SubmissionState.ACCEPTED), SubmissionState.AUDIT
+            )
+
+    def _hold_back(self, which: str, values: Sequence[Any], state: SubmissionState) -> int:
+        """Put accepted traces of groups that may yet be learned from into an earlier state; how many."""
+        rows = self._db.execute(
+            "SELECT s.sequence, s.group_id, s.slot FROM submissions s JOIN groups g ON g.group_id = s.group_id "
+            f"WHERE {which} AND s.trace IS NOT NULL AND g.state IN (?, ?)",
+            (*values, GroupState.OPEN, GroupState.COMPLETE),
+        ).fetchall()
+        for sequence, group_id, slot in rows:
+            self._db.execute("UPDATE submissions SET state = ? WHERE sequence = ?", (state, sequence))
+            self._db.execute(
+                "UPDATE slots SET state = ? WHERE group_id = ? AND slot = ?", (SlotState.ANSWERED, group_id, slot)
+            )
+            self._db.execute(
+                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
+                (GroupState.OPEN, group_id, GroupState.COMPLETE),
+            )
+        return len(rows)
 
     def judge(
         self,
@@ -703,6 +791,8 @@ class Ledger:
         checks: bytes,
         verdict: bytes,
         judged_ms: int,
+        calibration: bytes | None = None,
+        scores: Sequence[float] = (),
     ) -> None:
         """Record a signed verdict with all that follows from it: the slot, the group, the node's count.
 
@@ -720,12 +810,13 @@ class Ledger:
                 "claimed_by = NULL, reaudit = ? WHERE sequence = ?",
                 (kept, reason, reward, checks, Reaudit.DONE if again else None, submission.sequence),
             )
-            self.add_verdict(submission.node, submission.digest, state, reason, audited, judged_ms, verdict)
+            self._count_audit(submission, audited, state)
+            self.add_verdict(
+                submission.node, submission.digest, state, reason, audited, judged_ms, verdict, calibration, scores
+            )
             if not again:
                 self._settle_slot(submission, accepted)
             self._complete(submission.group_id)
-            if audited and state is not SubmissionState.NOT_JUDGED:
-                self._count_audit(submission.node, accepted, again)
 
     def _settle_slot(self, submission: SubmissionRow, accepted: bool) -> None:
         slot_state = SlotState.ACCEPTED if accepted else SlotState.FREE
@@ -754,13 +845,26 @@ class Ledger:
             (GroupState.COMPLETE, group_id, GroupState.OPEN, group_id, SlotState.ACCEPTED),
         )
 
-    def _count_audit(self, node: bytes, accepted: bool, again: bool) -> None:
-        """On the node. A re-audit (`again`) is of a trace that counts as failed already."""
-        passed, failed = (int(accepted), -int(accepted)) if again else (int(accepted), int(not accepted))
-        self._db.execute(
-            "UPDATE nodes SET audits_passed = audits_passed + ?, audits_failed = audits_failed + ? WHERE node = ?",
-            (passed, failed, node),
-        )
+    def _count_audit(self, submission: SubmissionRow, audited: bool, state: SubmissionState) -> None:
+        """On the node. A trace audited before counts as what it is now."""
+        columns = {SubmissionState.ACCEPTED: "audits_passed", SubmissionState.REFUSED: "audits_failed"}
+        earlier = self._newest_verdict(submission.digest, submission.node)
+        changes = []
+        if earlier is not None and earlier[1]:
+            changes.append((columns.get(earlier[0]), -1))
+        if audited:
+            changes.append((columns.get(state), 1))
+        for column, by in changes:
+            if column is not None:
+                self._db.execute(f"UPDATE nodes SET {column} = {column} + ? WHERE node = ?", (by, submission.node))
+
+    def _newest_verdict(self, digest: bytes, node: bytes) -> tuple[SubmissionState, bool] | None:
+        """(outcome, audited) of the newest verdict on a trace of a node."""
+        row = self._db.execute(
+            "SELECT outcome, audited FROM verdicts WHERE digest = ? AND node = ? ORDER BY sequence DESC LIMIT 1",
+            (digest, node),
+        ).fetchone()
+        return None if row is None else (SubmissionState(row[0]), bool(row[1]))
 
     def add_verdict(
         self,
@@ -771,6 +875,8 @@ class Ledger:
         audited: bool,
         judged_ms: int,
         signed: bytes,
+        calibration: bytes | None = None,
+        scores: Sequence[float] = (),
     ) -> None:
         """A verdict, also for a trace that was never stored; counts on the node."""
         with self.write():
@@ -788,10 +894,13 @@ class Ledger:
             if column := columns.get(state):
                 self._db.execute(f"UPDATE nodes SET {column} = {column} + 1 WHERE node = ?", (node,))
             self._db.execute(
-                "INSERT INTO verdicts (node, digest, outcome, reason, audited, judged_ms, signed, epoch) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (node, digest, state, reason, audited, judged_ms, signed, self._epoch_of(digest, node)),
-            )
+                "INSERT INTO verdicts (node, digest, outcome, reason, audited, judged_ms, signed, epoch, calibration, "
+                "scores) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    node, digest, state, reason, audited, judged_ms, signed, self._epoch_of(digest, node), calibration,
+                    np.asarray(scores, dtype="<f8").tobytes() if scores else None,
+                ),
+            )  # fmt: skip
 
     def _epoch_of(self, digest: bytes, node: bytes) -> int:
         """SPEC 8.12: a verdict belongs to the epoch of the lease; one on a trace that has no receipt to the latest,
@@ -965,7 +1074,8 @@ class Ledger:
     def submitted(self, version: int) -> list[bytes]:
         """The digests of a policy version's traces that are still here, oldest first."""
         rows = self._db.execute(
-            "SELECT digest FROM submissions WHERE policy_version = ? AND trace IS NOT NULL ORDER BY sequence", (version,)
+            "SELECT digest FROM submissions WHERE policy_version = ? AND trace IS NOT NULL ORDER BY sequence",
+            (version,),
         )
         return [row[0] for row in rows]
 
@@ -1094,16 +1204,33 @@ class Ledger:
                 (node, node),
             )
 
-    def latest_audits(self, node: bytes, most: int) -> list[bool]:
-        """The newest audits of a node, newest first, True where the trace was accepted. Of a trace that was audited
-        twice the second counts alone."""
+    def last_verdict(self) -> int:
+        """The sequence of the newest verdict; 0: there is none."""
+        row = self._db.execute("SELECT COALESCE(MAX(sequence), 0) FROM verdicts").fetchone()
+        return int(row[0])
+
+    def latest_audits(self, node: bytes, seen: int) -> list[bool]:
+        """The newest audits of a node that count for its standing (verify/standing.py), newest first, True where the
+        trace was accepted, from the verdicts up to the sequence `seen`."""
         rows = self._db.execute(
-            "SELECT v.outcome FROM verdicts v WHERE v.node = ? AND v.audited AND v.outcome != ? AND NOT EXISTS ("
-            "SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node AND l.sequence > v.sequence) "
-            "ORDER BY v.sequence DESC LIMIT ?",
-            (node, SubmissionState.NOT_JUDGED, most),
+            "SELECT v.outcome FROM verdicts v WHERE v.node = ? AND v.audited AND v.outcome != ? AND v.sequence <= ? "
+            "AND NOT EXISTS (SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node "
+            "AND l.sequence > v.sequence AND l.sequence <= ?) ORDER BY v.sequence DESC LIMIT ?",
+            (node, SubmissionState.NOT_JUDGED, seen, seen, WINDOW),
         )
         return [row[0] == SubmissionState.ACCEPTED for row in rows]
+
+    def scored_verdicts(self, node: bytes, version: int, after: int) -> list[ScoredVerdict]:
+        """The audited verdicts on what a node drew under a policy version, oldest first, after a sequence."""
+        rows = self._db.execute(
+            "SELECT sequence, digest, calibration, scores FROM verdicts WHERE audited AND node = ? AND epoch = ? "
+            "AND sequence > ? ORDER BY sequence",
+            (node, version, after),
+        )
+        return [
+            ScoredVerdict(*row[:3], () if row[3] is None else tuple(np.frombuffer(row[3], dtype="<f8").tolist()))
+            for row in rows
+        ]
 
     def audit_record(self, node: bytes) -> tuple[int, int]:
         """(audits passed, audits failed) of a node."""

@@ -6,7 +6,8 @@ import hashlib
 
 import pytest
 
-from trainer.audit_draw import AuditChain, draw, is_drawn, is_of_chain
+from trainer.audit_draw import AuditChain
+from verify.draw import draw, is_drawn, is_of_chain
 
 SECRET = hashlib.sha256(b"secret").digest()
 CHAIN = AuditChain(SECRET, length=2500)

@@ -37,12 +37,13 @@ from tests.trainer.scripted_node import (
     on_trio,
     trainer_at_work,
 )
-from trainer.audit_draw import AuditChain, is_drawn
+from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
 from trainer.ledger import GroupState, Ledger, SlotState, SubmissionState
 from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
+from verify.draw import is_drawn
 from verify.finding import Finding, as_check
 
 SHARES = (EnvironmentShare("tools8@1", "", 1),)

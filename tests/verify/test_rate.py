@@ -8,7 +8,7 @@ import random
 import pytest
 
 from protocol.verdict import Outcome
-from trainer.audit_draw import is_drawn
+from verify.draw import is_drawn
 from verify.standing import (
     LEAST_FIRST,
     WINDOW,
