@@ -2,7 +2,7 @@
 
     session   hello, then leases · submissions · heartbeats · returns · manifests      (SPEC 9)
     blobs     pieces of the published policies, by digest
-    beside    signs what the learner published, announces it, expires leases, gives up groups
+    beside    signs what the learner published, announces it, expires leases, gives up groups, closes epochs
 
 Started as `python -m trainer.gateway RUN`; ends when its stdin does; may be killed at any point, for everything
 that counts is in the ledger first. Not here: one node's session (visit.py), who gets which lease (dispatch.py), what
@@ -206,7 +206,16 @@ class Gateway:
                 leasing.tidy(connected, now)
 
             await self._try(work)
+            await self._close_epoch()
             await trio.sleep(TIDY_SECONDS)
+
+    async def _close_epoch(self) -> None:
+        """One a round at most: reading an epoch takes a moment, and nothing waits for it."""
+        registrar = self.office.registrar
+        version = registrar.candidate(self.office.ledger)
+        if version is not None:
+            signed = await trio.to_thread.run_sync(registrar.draft, version, now_ms())
+            await self._try(lambda: registrar.record(self.writer, signed))
 
     async def _prune(self) -> None:
         keep = self.office.run.config.keep_traces

@@ -332,11 +332,16 @@ def _group(row: Any) -> GroupRow:
     return GroupRow(row[0], row[1], row[2], _number(row[3]), row[4], row[5], _tokens(row[6]), row[7], row[8])
 
 
+_CALIBRATION_COLUMNS = "digest, pair, policy_version, created_ms, body, signed"
+
 _SUBMISSION_COLUMNS = (
     "s.sequence, s.digest, s.lease_id, s.group_id, s.slot, s.node, s.policy_version, s.received_ms, "
     "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt, s.judged_by, s.died_of, s.reaudit"
 )
 
+
+# The tables of an epoch's items, and what says which epoch.
+_OF_EPOCH = (("leases", "policy_version"), ("submissions", "policy_version"), ("verdicts", "epoch"))
 
 # Groups first: few are open or complete, while accepted and refused submissions grow with the run.
 _OF_GROUP = "submissions s INDEXED BY submissions_by_group"
@@ -474,15 +479,12 @@ class Ledger:
 
     def calibrations(self) -> list[CalibrationRow]:
         """All of the run, oldest first."""
-        rows = self._db.execute(
-            "SELECT digest, pair, policy_version, created_ms, body, signed FROM calibrations ORDER BY created_ms, digest"
-        )
+        rows = self._db.execute(f"SELECT {_CALIBRATION_COLUMNS} FROM calibrations ORDER BY created_ms, digest")
         return [CalibrationRow(*row) for row in rows]
 
     def calibration(self, digest: bytes) -> CalibrationRow | None:
         row = self._db.execute(
-            "SELECT digest, pair, policy_version, created_ms, body, signed FROM calibrations WHERE digest = ?",
-            (digest,),
+            f"SELECT {_CALIBRATION_COLUMNS} FROM calibrations WHERE digest = ?", (digest,)
         ).fetchone()
         return None if row is None else CalibrationRow(*row)
 
@@ -994,11 +996,7 @@ class Ledger:
 
     def audited_refusal(self, digest: bytes, node: bytes) -> bool:
         """Whether the newest verdict on a node's trace is a refusal after an audit."""
-        row = self._db.execute(
-            "SELECT outcome, audited FROM verdicts WHERE digest = ? AND node = ? ORDER BY sequence DESC LIMIT 1",
-            (digest, node),
-        ).fetchone()
-        return row is not None and row == (SubmissionState.REFUSED, 1)
+        return self._newest_verdict(digest, node) == (SubmissionState.REFUSED, True)
 
     def ask_reaudit(self, sequence: int) -> None:
         """Send a refused trace to audit once more; auditors that died on it before do not count."""
@@ -1064,6 +1062,32 @@ class Ledger:
         """The canonical Signed leases of a policy version, in order of issue."""
         rows = self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,))
         return [row[0] for row in rows]
+
+    def logged_submissions(self, version: int) -> list[tuple[bytes, int | None, float, float, int]]:
+        """(canonical Signed receipt, the draw's seen or None without a draw, floor, rate, drawn) of a policy version's
+        submissions, oldest first."""
+        return self._db.execute(
+            "SELECT receipt, draw_seen, draw_floor, draw_rate, drawn FROM submissions WHERE policy_version = ? "
+            "ORDER BY sequence",
+            (version,),
+        ).fetchall()
+
+    def calibrations_named(self, version: int) -> list[bytes]:
+        """The canonical Signed calibrations that an epoch's verdicts name, by digest rising."""
+        rows = self._db.execute(
+            "SELECT signed FROM calibrations WHERE digest IN "
+            "(SELECT DISTINCT calibration FROM verdicts WHERE epoch = ?) AND signed IS NOT NULL ORDER BY digest",
+            (version,),
+        )
+        return [row[0] for row in rows]
+
+    def epoch_size(self, version: int) -> tuple[int, int, int]:
+        """How many leases, submissions and verdicts an epoch has."""
+        counts = [
+            self._db.execute(f"SELECT COUNT(*) FROM {table} WHERE {column} = ?", (version,)).fetchone()[0]
+            for table, column in _OF_EPOCH
+        ]
+        return (counts[0], counts[1], counts[2])
 
     def logged_verdicts(self, version: int) -> list[tuple[int, bytes]]:
         """(sequence, canonical Signed) of an epoch's verdicts, oldest first."""

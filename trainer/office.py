@@ -19,6 +19,7 @@ from protocol.policy import Manifest, describe
 from trainer.audit_draw import AuditChain
 from trainer.child import now_ms
 from trainer.clerk import Clerk
+from trainer.epochs import Registrar
 from trainer.inbox import Examiner, Inbox, Notary
 from trainer.judge import Judge
 from trainer.leasing import Leasing
@@ -48,6 +49,7 @@ class Office:
     judge: Judge
     inbox: Inbox
     leasing: Leasing
+    registrar: Registrar
     failures: list[BaseException] = field(default_factory=list)
 
 
@@ -79,7 +81,8 @@ def open_office(run: Run) -> Iterator[Office]:
             Judge(of_the_judge, examiner, inbox, clerk, failures.append) as judge,
         ):
             stock.wait_ready(STOCK_SECONDS)
-            yield Office(run, signer, reader, writer, shelf, clerk, judge, inbox, leasing, failures)
+            registrar = Registrar(run, signer, chain)
+            yield Office(run, signer, reader, writer, shelf, clerk, judge, inbox, leasing, registrar, failures)
         writer.lose_node()
 
 

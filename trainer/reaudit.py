@@ -27,6 +27,9 @@ def ask(ledger: Ledger, shelf: Shelf, node: bytes, digest: bytes, now_ms: int) -
 
 
 def _objection(ledger: Ledger, shelf: Shelf, row: SubmissionRow) -> str:
+    # SPEC 8.12: nothing of a closed epoch changes.
+    if row.policy_version < ledger.sealed():
+        return f"is of policy version {row.policy_version}, whose epoch is closed"
     # SPEC 8.8: one re-audit of a trace.
     if row.reaudit is Reaudit.DONE:
         return "was audited again already: there is one re-audit a trace"
