@@ -82,6 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--json", action="store_true", help="print one JSON object")
     export.set_defaults(command=_export)
 
+    log = commands.add_parser(
+        "export-log", help="write the run's log for `rlverify audit`: epochs, traces, policies, as files to serve"
+    )
+    log.add_argument("run", type=Path)
+    log.add_argument("out", type=Path, help="folder to write; what is there of this run's log is brought up to date")
+    log.add_argument("--traces", action=argparse.BooleanOptionalAction, default=True, help="with the traces kept")
+    log.add_argument("--policies", action=argparse.BooleanOptionalAction, default=True, help="with the policies kept")
+    log.add_argument("--json", action="store_true", help="print one JSON object")
+    log.set_defaults(command=_export_log)
+
     quarantine = commands.add_parser("quarantine", help="list the traces that auditors died on")
     quarantine.add_argument("run", type=Path)
     quarantine.add_argument("--json", action="store_true", help="print one JSON object a trace")
@@ -188,6 +198,24 @@ def _export(options: argparse.Namespace) -> int:
             print(f"check it: rlverify check {options.out} --policy {policy}")
         else:
             print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
+    return 0
+
+
+def _export_log(options: argparse.Namespace) -> int:
+    from trainer.export_log import export_log
+    from trainer.ledger import Ledger
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    ledger = Ledger(run.folder.ledger, read_only=True)
+    done = export_log(run, ledger, options.out, traces=options.traces, policies=options.policies)
+    if options.json:
+        counts = {name: getattr(done, name) for name in ("epochs", "sealed", "traces", "policies")}
+        print(json.dumps({"folder": str(options.out), **counts}))
+        return 0
+    print(f"{options.out}: {done.epochs} epochs, {done.sealed} of them closed and sealed")
+    print(f"written now: {done.traces} traces, {done.policies} policies")
+    print(f"check it: rlverify audit {options.out}")
     return 0
 
 

@@ -11,6 +11,7 @@ from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import UsageError
 from protocol.trace import TraceFile
+from protocol.verdict import Verdict
 from trainer.ledger import Ledger, SubmissionRow, SubmissionState
 from trainer.rundir import Run
 
@@ -41,18 +42,30 @@ def choose_trace(ledger: Ledger, *, digest: str | None, state: SubmissionState) 
 
 
 def trace_file(run: Run, ledger: Ledger, submission: SubmissionRow) -> bytes:
-    """The canonical bytes of the trace file: genesis, lease, trace, receipt and the newest verdict."""
-    verdict = ledger.verdict(submission.digest, submission.node)
+    """The canonical bytes of the trace file: genesis, lease, trace, receipt and the newest verdict, with the
+    calibration it names."""
+    verdict = _signed(ledger.verdict(submission.digest, submission.node))
     return codec.encode(
         TraceFile(
             genesis=run.signed_genesis,
             lease=codec.decode(Signed, submission.lease),
             trace=codec.decode(Signed, submission.trace),
             receipt=codec.decode(Signed, submission.receipt),
-            verdict=None if verdict is None else codec.decode(Signed, verdict),
-            calibration=None,
+            verdict=verdict,
+            calibration=None if verdict is None else _calibration(ledger, verdict),
         )
     )
+
+
+def _calibration(ledger: Ledger, verdict: Signed) -> Signed | None:
+    """The one the verdict names."""
+    named = codec.decode(Verdict, verdict.payload).calibration
+    found = None if named is None else ledger.calibration(named)
+    return None if found is None else _signed(found.signed)
+
+
+def _signed(data: bytes | None) -> Signed | None:
+    return None if data is None else codec.decode(Signed, data)
 
 
 def export_trace(run: Run, ledger: Ledger, out: Path, *, digest: str | None, state: SubmissionState) -> SubmissionRow:
