@@ -27,6 +27,13 @@ def _malformed(where: str, what: str) -> DecodeError:
     return DecodeError(Code.MALFORMED, f"{where}: {what}")
 
 
+def _shown(plain: Any) -> str:
+    """A wrong value for a message. Not the inside of a list or map: that may nest deeper than repr can follow."""
+    if isinstance(plain, str | bytes):
+        return repr(plain[:40])
+    return repr(plain) if plain is None or isinstance(plain, int | float) else f"a {type(plain).__name__}"
+
+
 class Kind:
     """How one field is written and what it may hold."""
 
@@ -47,7 +54,7 @@ class UInt(Kind):
 
     def value(self, plain: Any, where: str) -> int:
         if type(plain) is not int or not 0 <= plain <= self.most:
-            raise _malformed(where, f"expected an integer from 0 to {self.most}, got {plain!r:.60}")
+            raise _malformed(where, f"expected an integer from 0 to {self.most}, got {_shown(plain)}")
         return plain
 
 
@@ -60,7 +67,7 @@ class Real(Kind):
 
     def value(self, plain: Any, where: str) -> float:
         if type(plain) is not float or not math.isfinite(plain):
-            raise _malformed(where, f"expected a finite float64, got {plain!r:.60}")
+            raise _malformed(where, f"expected a finite float64, got {_shown(plain)}")
         return plain
 
 
@@ -68,7 +75,7 @@ class Real(Kind):
 class Flag(Kind):
     def value(self, plain: Any, where: str) -> bool:
         if type(plain) is not bool:
-            raise _malformed(where, f"expected true or false, got {plain!r:.60}")
+            raise _malformed(where, f"expected true or false, got {_shown(plain)}")
         return plain
 
 
@@ -113,7 +120,7 @@ class Choice(Kind):
         try:
             return self.words(plain)
         except ValueError:
-            raise _malformed(where, f"{plain!r:.60} is not one of {', '.join(self.words)}") from None
+            raise _malformed(where, f"{_shown(plain)} is not one of {', '.join(self.words)}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,15 +271,31 @@ def longest_list(cls: Any) -> int:
     return _LONGEST[cls]
 
 
+# Lists up to here may be set aside on the word of their header.
+_TRUSTED_LENGTH = 4096
+
+
+def _holds_all_it_announces(data: bytes) -> bool:
+    """Whether a whole msgpack value is there. Reads over it: sets nothing aside, whatever headers announce."""
+    reader = msgpack.Unpacker(max_buffer_size=max(1, len(data)))
+    reader.feed(data)
+    try:
+        reader.skip()
+    except (ValueError, msgpack.exceptions.UnpackException):
+        return False
+    return True
+
+
 def unpack(data: bytes, where: str, *, longest: int = 0) -> Any:
     """One msgpack value and nothing else, whose arrays have at most `longest` items.
 
     Raises DecodeError: TOO_LARGE for a longer array, MALFORMED for anything else.
     """
+    # Nested array headers of a few bytes each make the parser set aside as many lists, a thousand deep, each as
+    # long as the limit: with that of a manifest 5 KB would ask for 2 GB.
+    most = longest if longest <= _TRUSTED_LENGTH or _holds_all_it_announces(data) else _TRUSTED_LENGTH
     try:
-        # Without a limit, nested array headers of a few bytes each make the parser set aside a list as long
-        # as the whole input, a thousand times over: 64 KiB cost 40 ms.
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True, max_array_len=longest)
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True, max_array_len=most)
     except (
         ValueError,
         msgpack.exceptions.UnpackException,
@@ -281,7 +304,7 @@ def unpack(data: bytes, where: str, *, longest: int = 0) -> Any:
         OverflowError,
     ) as error:
         reason = str(error) or type(error).__name__
-        if "exceeds max_array_len" in reason:
+        if "exceeds max_array_len" in reason and int(reason.split()[0]) > longest:
             raise DecodeError(Code.TOO_LARGE, f"{where}: a list of more than {longest} items") from None
         raise _malformed(where, f"not one msgpack value ({reason:.120})") from None
 

@@ -141,7 +141,8 @@ def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
     dtype = entry["dtype"]
     if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
         raise ValueError(f"tensor {name[:80]}")
-    if len(name) > limits.MAX_TEXT_CHARACTERS or len(dtype) > 16 or len(shape) > 16:
+    # SPEC 8.3.2: what does not fit a TensorLeaf cannot be named by a root.
+    if len(name) > limits.MAX_TEXT_CHARACTERS or len(dtype) > 16 or len(shape) > 16 or any(n >= 2**64 for n in shape):
         raise ValueError(f"tensor {name[:80]} has a name, type or shape that is too long")
     return TensorPlace(name, dtype, shape, start + begin, start + end)
 

@@ -34,8 +34,11 @@ def policy_shape(folder: Path) -> PolicyShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         text = config.get("text_config", config)
-        return PolicyShape(int(text["vocab_size"]), int(text["hidden_size"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        sizes = int(text["vocab_size"]), int(text["hidden_size"])
+        if min(sizes) < 1:
+            raise ValueError(f"sizes {sizes} are not positive")
+        return PolicyShape(*sizes)
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as error:
         raise PolicyError(f"{path} does not give vocab_size and hidden_size ({error!r})") from None
 
 

@@ -80,6 +80,8 @@ class PolicyTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`; tokens written out in it (`<|end|>`) are recognised, none are added."""
+        if not _is_unicode(text):
+            raise PolicyError(f"there is half a character in {text[:40]!r}: it has no UTF-8 form and no token ids")
         ids = tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
         if ids and max(ids) >= self.vocabulary_size:
             raise PolicyError(
@@ -153,7 +155,7 @@ class PolicyTokenizer:
                 add_generation_prompt=True,
                 **self._named_tokens,
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except Exception as error:  # a template can make any of Python's operations fail
             roles = ", ".join(message.role for message in messages)
             raise PolicyError(
                 f"the chat template cannot render the roles {roles}: {error} (a template that asks for the time "
@@ -220,11 +222,19 @@ def _sandbox() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 def _compile(source: str, policy_dir: Path) -> jinja2.Template:
     try:
         return _sandbox().from_string(source)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # beside its own errors, those of compiling the Python that it makes of a template
         raise PolicyError(
             f"the chat template of {policy_dir} does not compile: {error} (a template that asks for the time or "
             "for random numbers cannot be replayed and is refused)"
         ) from error
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # --- the folder's files ---
@@ -252,8 +262,10 @@ def _template_source(policy_dir: Path, fields: dict[str, Any]) -> str:
         return _read_text(path)
     inline = fields.get("chat_template")
     if isinstance(inline, list):  # several templates by name
-        named = {entry.get("name"): entry.get("template") for entry in inline if isinstance(entry, dict)}
-        inline = named.get("default")
+        named = [
+            entry.get("template") for entry in inline if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
+        inline = named[-1] if named else None
     if isinstance(inline, str):
         return inline
     raise PolicyError(
@@ -294,8 +306,8 @@ def _vocabulary_size(tokenizer: Tokenizer, config: dict[str, Any]) -> int:
 def _token_text(value: object) -> str:
     """A named token is its text, or an object that holds it."""
     text = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise PolicyError(f"tokenizer_config.json names a token that is no text: {value!r}")
+    if not isinstance(text, str) or not _is_unicode(text):
+        raise PolicyError(f"tokenizer_config.json names a token that is no text: {value!r:.80}")
     return text
 
 
@@ -304,7 +316,7 @@ def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
         return {}
     try:
         fields = json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PolicyError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise PolicyError(f"{path} is not a JSON object")

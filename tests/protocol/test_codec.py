@@ -16,16 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec, envelope, lease, messages, policy, run, trace, verdict
+from protocol import codec, lease, messages, trace
 from protocol.errors import Code, DecodeError
+from tests.fuzz import targets
 
 VECTORS = Path(__file__).parent.parent / "vectors"
-OBJECTS = {
-    name: cls
-    for module in (envelope, lease, messages, policy, run, trace, verdict)
-    for name, cls in vars(module).items()
-    if dataclasses.is_dataclass(cls) and cls is not policy.TensorPlace and cls is not run.RunAddress
-}
+OBJECTS = {cls.__name__: cls for cls, _ in targets.OBJECTS}
 
 
 def examples() -> list[tuple[type, bytes]]:

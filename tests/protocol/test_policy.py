@@ -157,6 +157,15 @@ def test_any_json_header_is_read_or_a_policy_error(
     assert sum(place.end - place.begin for place in places) == size
 
 
+@pytest.mark.parametrize("size", [2**64, 10**30])
+def test_a_dimension_that_no_root_can_name_is_a_policy_error(folder: Path, size: int) -> None:
+    header = json.dumps({"empty": {"dtype": "F32", "shape": [0, size], "data_offsets": [0, 0]}}).encode()
+    (folder / "model-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+    with pytest.raises(PolicyError, match="malformed"):
+        policy_root(folder)
+
+
 def test_tensors_lie_where_the_header_says(folder: Path) -> None:
     path = folder / "model-0.safetensors"
     data = path.read_bytes()

@@ -190,6 +190,14 @@ def test_every_stop_token_of_the_three_files_counts(tmp_path: Path) -> None:
         "{{ 1 / 0 }}",
         "{% if %}",
         "{% include 'config.json' %}",
+        # Python's compiler, not jinja2, finds these wrong.
+        "{% for m in messages %}{% endfor %}{% continue %}",
+        "{% macro twice(a, a) %}{% endmacro %}",
+        "{% if a %}" * 200 + "{% endif %}" * 200,
+        "{{ " + "(" * 3_000 + "1" + ")" * 3_000 + " }}",
+        "{{ " + "9" * 5_000 + " }}",
+        "{{ 10 ** 100000 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_a_template_that_asks_for_time_chance_or_a_way_out_is_refused(tmp_path: Path, template: str) -> None:
@@ -223,7 +231,9 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (write("tokenizer.json", "{"), r"tokenizer\.json is not a tokenizer"),
         (write("config.json", "[]"), r"config\.json is not a JSON object"),
         (write("tokenizer_config.json", "{,}"), r"tokenizer_config\.json is not JSON"),
+        (write("tokenizer_config.json", '{"a": ' + "[" * 5_000), r"tokenizer_config\.json is not JSON"),
         (write("tokenizer_config.json", '{"eos_token": 3}'), "names a token that is no text"),
+        (write("tokenizer_config.json", r'{"eos_token": "\ud800"}'), "names a token that is no text"),
     ],
 )
 def test_a_folder_without_a_usable_tokenizer_says_what_is_missing(
@@ -231,6 +241,22 @@ def test_a_folder_without_a_usable_tokenizer_says_what_is_missing(
 ) -> None:
     with pytest.raises(PolicyError, match=message):
         PolicyTokenizer.load(folder_with(tmp_path, edit=edit))
+
+
+@pytest.mark.parametrize("names", [[], {}, 3, None])
+def test_templates_under_names_that_are_no_text_are_passed_over(tmp_path: Path, names: object) -> None:
+    def misname(folder: Path) -> None:
+        (folder / "chat_template.jinja").unlink()
+        fields = {"eos_token": "<|end|>", "chat_template": [{"name": names, "template": CHATML}]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+    with pytest.raises(PolicyError, match=r"has no chat_template\.jinja"):
+        PolicyTokenizer.load(folder_with(tmp_path, edit=misname))
+
+
+def test_a_template_that_renders_half_a_character_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="half a character"):
+        PolicyTokenizer.load(folder_with(tmp_path, r"{{ '\ud800' }}")).prompt_ids((Message("user", "x"),))
 
 
 def test_a_policy_that_names_no_stop_token_is_refused(tmp_path: Path) -> None:
