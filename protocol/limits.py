@@ -26,7 +26,7 @@ MAX_POLICY_BLOBS: Final = 262_144  # of one file; all together MAX_MANIFEST_BYTE
 MAX_MANIFEST_BYTES: Final = 4 * 1024 * 1024
 MAX_POLICY_TENSORS: Final = 131_072  # of a delta's table
 MAX_DELTA_TABLE_BYTES: Final = 16 * 1024 * 1024
-MAX_SECTION_BYTES: Final = 4 * 1024 * 1024  # of a tensor, coded at once
+MAX_SECTION_BYTES: Final = 2 * 1024 * 1024  # of a tensor, coded at once
 MAX_NAME_CHARACTERS: Final = 256
 
 # --- lease ---

@@ -37,6 +37,7 @@ HOMES = {
     "vllm": ("node/vllm_engine.py",),
     "msgpack": ("protocol/codec.py", "protocol/net/session.py"),
     "cryptography": ("protocol/identity.py",),
+    "zstandard": ("protocol/delta.py",),
     "tokenizers": ("protocol/environments/tokenizer.py",),
     "jinja2": ("protocol/environments/tokenizer.py",),
     "reasoning_gym": ("protocol/environments/reasoning_gym_process.py",),
@@ -45,7 +46,7 @@ HOMES = {
     "sqlite3": ("trainer/ledger.py",),
     "rich": ("node/", "trainer/", "verify/"),
 }
-PROTOCOL_LIBRARIES = {"msgpack", "cryptography", "numpy"}
+PROTOCOL_LIBRARIES = {"msgpack", "cryptography", "numpy", "zstandard"}
 NET_LIBRARIES = {"trio", "libp2p", "multiaddr", "noise", "msgpack"}
 ENVIRONMENT_LIBRARIES = {"tokenizers", "jinja2", "reasoning_gym"}
 HEAVY = {
@@ -129,7 +130,7 @@ def test_protocol_stands_on_its_own() -> None:
     assert wrong([each for each in of("protocol") if each.library in {"verify", "node", "trainer"}]) == []
 
 
-def test_protocol_needs_three_libraries_outside_its_network_and_environments() -> None:
+def test_protocol_needs_four_libraries_outside_its_network_and_environments() -> None:
     bad = []
     for each in third_party(of("protocol")):
         allowed = PROTOCOL_LIBRARIES
