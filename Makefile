@@ -1,6 +1,6 @@
 # make run    the main job on the embedded default: a policy that learns from two nodes on this machine
 # make test   unit, network and end-to-end tests
-# Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2.
+# Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2, make fuzz.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -8,11 +8,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 POLICY ?= embedded
 SEED ?= 0
+# Of each target of `make fuzz`.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= codec frames trace proof policy address
 BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-smollm2 bench lint format vectors clean
+.PHONY: run test test-slow test-smollm2 bench fuzz lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -28,6 +31,10 @@ test-smollm2: $(VENV)/.test $(VENV)/.run-smollm2
 
 bench: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench $(BIN)/python
+
+fuzz: $(VENV)/.fuzz
+	set -e; for target in $(FUZZ_TARGETS); do \
+	    $(BIN)/python -m tests.fuzz.guided $$target -max_total_time=$(FUZZ_SECONDS); done
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -57,6 +64,10 @@ $(VENV)/.run-smollm2: $(VENV)/.installed
 $(VENV)/.test: $(VENV)/.installed
 	$(BIN)/pip install --quiet -e ".[test,reasoning-gym]"
 	scripts/setup-browser
+	touch $@
+
+$(VENV)/.fuzz: $(VENV)/.installed
+	$(BIN)/pip install --quiet -e ".[fuzz]"
 	touch $@
 
 clean:

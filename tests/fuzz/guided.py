@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of one target: `python -m tests.fuzz.guided TARGET [libFuzzer flags]`; `make fuzz` runs all.
+"""Coverage-guided fuzzing of one target: `python -m tests.fuzz.guided TARGET [flags | FILE]`; `make fuzz` runs all.
 
-Needs the extra `fuzz` (atheris). The corpus grows in .cache/fuzz/TARGET from the seeds; an input that fails is left
+Needs the extra `fuzz` (atheris). The flags are libFuzzer's; a FILE is run once, to see a failure again. The corpus grows in .cache/fuzz/TARGET from the seeds; an input that fails is left
 there as crash-… with its traceback on the terminal, a hang as timeout-…, growth as oom-….
 """
 
@@ -32,12 +32,13 @@ def main(target: str, flags: list[str]) -> None:
     run = TARGETS[target]
     with tempfile.TemporaryDirectory(dir=MEMORY_DISK if MEMORY_DISK.is_dir() else None) as scratch:
         folder = Path(scratch)
-        arguments = [sys.argv[0], *BOUNDS, *GUIDANCE, f"-artifact_prefix={CACHE / target}/", *flags, str(corpus)]
+        inputs = [] if any(not flag.startswith("-") for flag in flags) else [str(corpus)]
+        arguments = [sys.argv[0], *BOUNDS, *GUIDANCE, f"-artifact_prefix={CACHE / target}/", *flags, *inputs]
         atheris.Setup(arguments, lambda data: run(data, folder))
         atheris.Fuzz()
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
-        sys.exit(f"usage: python -m tests.fuzz.guided {{{','.join(TARGETS)}}} [libFuzzer flags]")
+        sys.exit(f"usage: python -m tests.fuzz.guided {{{','.join(TARGETS)}}} [libFuzzer flags | FILE]")
     main(sys.argv[1], sys.argv[2:])
