@@ -18,20 +18,24 @@ Residues = NDArray[np.float64]
 
 P: Final = PROOF_FIELD
 _BLOCK: Final = 16  # about √128, which makes the fewest multiplications
+_STEP: Final = 4  # of a block's powers, those that are not a multiple of this stay unreduced, below 2^30
 
 
 def reduce(values: Residues, quotient: Residues) -> None:
-    """Bring integers |v| < 2^51 to [0, P] in place (P may stand for 0). `quotient` is scratch of equal shape."""
+    """Bring integers |v| < 2^52 to |v| < 2^15 in place, equal modulo P. `quotient` is scratch of equal shape."""
     np.multiply(values, 1.0 / P, out=quotient)
-    np.floor(quotient, out=quotient)
+    np.rint(quotient, out=quotient)
     quotient *= P
     values -= quotient
 
 
 def canonical(values: Residues) -> NDArray[np.int64]:
-    reduced = values.astype(np.int64)
-    reduced %= P
-    return reduced
+    """The same residues as integers in 0..P-1. Overwrites `values`."""
+    scratch = np.empty_like(values)
+    reduce(values, scratch)
+    np.multiply(values < 0, P, out=scratch)
+    values += scratch
+    return values.astype(np.int64)
 
 
 @lru_cache(maxsize=1)
@@ -57,7 +61,7 @@ def interpolate(x: NDArray[np.int64], y: NDArray[Any]) -> NDArray[np.int64]:
     points = x.shape[1]
     master = _product(x)
     slope = master[1:] * np.arange(1, points + 1)[:, None]
-    slope %= P
+    reduce(slope, np.empty_like(slope))
     weights = y * _inverses()[evaluate(np.ascontiguousarray(slope.T), x)]
     reduce(weights, np.empty_like(weights))
     sums = np.ascontiguousarray(_power_sums(x, weights).T)
@@ -98,7 +102,7 @@ def _power_sums(x: NDArray[np.int64], weights: Residues) -> Residues:
         giant[:, block] = step
         step *= power
         reduce(step, quotient)
-    sums = (giant @ powers.transpose(0, 2, 1)).reshape(count, -1)[:, :points]
+    sums = (giant @ powers.transpose(1, 2, 0)).reshape(count, -1)[:, :points]  # 128 products below 2^45: exact
     reduce(sums, np.empty_like(sums))
     return sums
 
@@ -113,24 +117,33 @@ def evaluate(coefficients: NDArray[Any], x: NDArray[np.int64]) -> NDArray[np.int
     padded = np.zeros((count, blocks * _BLOCK))
     padded[:, :length] = coefficients
     powers, power = _powers(x)
-    parts = padded.reshape(count, blocks, _BLOCK) @ powers
-    total = np.zeros(x.shape)
+    parts = padded.reshape(count, blocks, _BLOCK) @ powers.transpose(1, 0, 2)  # 16 products below 2^46: exact
+    total = parts[:, blocks - 1].copy()
     quotient = np.empty_like(total)
-    for block in range(blocks - 1, -1, -1):
+    reduce(total, quotient)
+    for block in range(blocks - 2, -1, -1):
         total *= power
         total += parts[:, block]
-        reduce(total, quotient)
+        if block:
+            reduce(total, quotient)
     return canonical(total)
 
 
 def _powers(x: NDArray[np.int64]) -> tuple[Residues, Residues]:
-    """x^0..x^15 as [polynomials, 16, points], and x^16 as [polynomials, points]."""
-    base = x.astype(np.float64)
-    quotient = np.empty_like(base)
-    powers = np.empty((len(x), _BLOCK, x.shape[1]))
-    power = np.ones_like(base)
-    for exponent in range(_BLOCK):
-        powers[:, exponent] = power
-        power *= base
-        reduce(power, quotient)
-    return powers, power
+    """x^0..x^15 as [16, polynomials, points], |value| < 2^30, and x^16 as [polynomials, points], below 2^15."""
+    powers = np.empty((_BLOCK, *x.shape))
+    powers[0] = 1
+    powers[1] = x
+    quotient = np.empty((2, *x.shape))
+    reduce(powers[1], quotient[0])
+    np.multiply(powers[1], powers[1], out=powers[2])
+    reduce(powers[2], quotient[0])
+    np.multiply(powers[1:3], powers[2], out=powers[3:5])
+    reduce(powers[3:5], quotient)
+    for start in range(_STEP, _BLOCK, _STEP):
+        np.multiply(powers[1:_STEP], powers[start], out=powers[start + 1 : start + _STEP])
+        following = powers[start] * powers[_STEP]
+        reduce(following, quotient[0])
+        if start + _STEP < _BLOCK:
+            powers[start + _STEP] = following
+    return powers, following

@@ -10,13 +10,16 @@ bfloat16 bits, [generated tokens, hidden], in order, environment tokens left out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.calibration import Limits
 from protocol.errors import Code, DecodeError, EngineError, UsageError
 from protocol.limits import (
     PROOF_CHUNK_TOKENS,
@@ -26,7 +29,7 @@ from protocol.limits import (
     PROOF_TOP_K,
 )
 from verify.field import evaluate, interpolate
-from verify.thresholds import Judgement, Limits
+from verify.thresholds import Judgement
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +41,9 @@ NO_MANTISSA: Final = 128.0  # reported where no exponent agrees: one more than t
 _EXPONENT: Final = 0x7F80  # all ones: infinity or NaN
 _ELSEWHERE: Final = 32  # points beside the verifier's own, where an honest polynomial is random
 _BATCH: Final = 64  # chunks worked on at once: their tables stay in the second-level cache
+_SLAB: Final = 1 << 20  # values looked through at once: fewer cost more calls, more leave the cache between passes
+_COLUMNS: Final = 4096  # about how many maxima to keep of a chunk, each of up to `_DEPTH` values
+_DEPTH: Final = 16
 
 
 class ProofError(DecodeError):
@@ -67,11 +73,16 @@ class ChunkResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Run:
+    """Chunks of equal size that follow each other in a trace: bits [chunks, positions * hidden]."""
+
     trace: int
-    start: int
-    length: int
-    bits: Bits  # [length * hidden]
+    first: int
+    length: int  # positions of each chunk
+    bits: Bits
+
+    def part(self, start: int, end: int) -> Run:
+        return Run(self.trace, self.first + start, self.length, self.bits[start:end])
 
 
 def build_proofs(hidden: Tensor | Bits) -> tuple[bytes, ...]:
@@ -85,10 +96,10 @@ def build_proofs(hidden: Tensor | Bits) -> tuple[bytes, ...]:
 def build_many(hiddens: Sequence[Tensor | Bits], k: int = PROOF_TOP_K) -> list[tuple[bytes, ...]]:
     """`build_proofs` of several traces at once, which is faster than one by one. `k` is 128 on the wire."""
     proofs: list[list[bytes]] = [[b""] * count_chunks(len(hidden)) for hidden in hiddens]
-    for group in _batches(hiddens):
-        values = np.stack([chunk.bits for chunk in group])
-        for chunk, proof in zip(group, _build(values, k), strict=True):
-            proofs[chunk.trace][chunk.start // PROOF_CHUNK_TOKENS] = proof
+    for group in batches_of(hiddens):
+        built = iter(_build(group, k))
+        for run in group:
+            proofs[run.trace][run.first : run.first + len(run.bits)] = itertools.islice(built, len(run.bits))
     return [tuple(trace) for trace in proofs]
 
 
@@ -108,12 +119,15 @@ def compare_many(
     One malformed proof raises for the whole batch: parse a trace's proofs first (`check_form`).
     """
     parsed = [check_form(proofs, len(hidden), hidden.shape[1], k) for hidden, proofs in pairs]
-    results: list[dict[int, ChunkResult]] = [{} for _ in pairs]
-    for group in _batches([hidden for hidden, _ in pairs]):
-        polynomials = [parsed[chunk.trace][chunk.start // PROOF_CHUNK_TOKENS] for chunk in group]
-        for chunk, result in zip(group, _compare(group, polynomials, k), strict=True):
-            results[chunk.trace][chunk.start] = result
-    return [[trace[start] for start in sorted(trace)] for trace in results]
+    results: list[list[ChunkResult]] = [[] for _ in pairs]
+    for group in batches_of([hidden for hidden, _ in pairs]):
+        polynomials = [p for run in group for p in parsed[run.trace][run.first : run.first + len(run.bits)]]
+        measured = _compare(group, polynomials, k)
+        for run in group:
+            starts = itertools.count(run.first * PROOF_CHUNK_TOKENS, PROOF_CHUNK_TOKENS)
+            chunks = zip(starts, itertools.islice(measured, len(run.bits)), strict=False)
+            results[run.trace].extend(ChunkResult(start, run.length, *values) for start, values in chunks)
+    return [sorted(trace, key=attrgetter("start")) for trace in results]  # a tail may have been reached first
 
 
 def count_chunks(tokens: int) -> int:
@@ -125,49 +139,69 @@ def check_form(proofs: Sequence[bytes], tokens: int, hidden: int, k: int = PROOF
     # SPEC 10.5.3: a trace carries exactly ⌈L/32⌉ proofs.
     if len(proofs) != count_chunks(tokens):
         raise ProofError(f"{len(proofs)} proofs for {tokens} tokens, which need {count_chunks(tokens)}")
-    parsed = []
-    for index, proof in enumerate(proofs):
-        length = min(PROOF_CHUNK_TOKENS, tokens - index * PROOF_CHUNK_TOKENS)
-        try:
-            parsed.append(parse_proof(proof, length * hidden, k))
-        except ProofError as error:
-            raise ProofError(f"proof {index}: {error}") from None
-    return parsed
+    whole = tokens // PROOF_CHUNK_TOKENS
+    parsed = _parse(proofs[:whole], PROOF_CHUNK_TOKENS * hidden, k, "proof {}: ", 0)
+    return parsed + _parse(proofs[whole:], tokens % PROOF_CHUNK_TOKENS * hidden, k, "proof {}: ", whole)
 
 
 def parse_proof(data: bytes, chunk_values: int, k: int = PROOF_TOP_K) -> Polynomial:
     """Modulus and coefficients, ascending, of one proof over `chunk_values` = positions × hidden values."""
-    terms = min(k, chunk_values)
-    # SPEC 10.5.3: a proof is 2 + 2k bytes, k = min(128, values).
-    if len(data) != 2 + 2 * terms:
-        raise ProofError(f"{len(data)} bytes, not {2 + 2 * terms}")
-    modulus = int.from_bytes(data[:2], "big")
+    return _parse([data], chunk_values, k)[0]
+
+
+def _parse(proofs: Sequence[bytes], values: int, k: int, place: str = "", first: int = 0) -> list[Polynomial]:
+    """Proofs over equally many values, numbered from `first`; `place` opens the reason with the number."""
+    if not proofs:
+        return []
+    terms = min(k, values)
+    for number, data in enumerate(proofs, first):
+        # SPEC 10.5.3: a proof is 2 + 2k bytes, k = min(128, values).
+        if len(data) != 2 + 2 * terms:
+            raise ProofError(f"{place.format(number)}{len(data)} bytes, not {2 + 2 * terms}")
+    words = np.frombuffer(b"".join(proofs), dtype=">u2").astype(np.int64).reshape(len(proofs), 1 + terms)
+    moduli, coefficients = words[:, 0], words[:, 1:]
+    bad = _bad_moduli(moduli, values) | (coefficients.max(axis=1) >= PROOF_FIELD) | _degenerate(coefficients)
+    if bad.any():
+        row = int(bad.argmax())
+        reason = _fault(int(moduli[row]), coefficients[row], values)
+        raise ProofError(f"{place.format(first + row)}{reason}")
+    return list(zip(moduli.tolist(), coefficients, strict=True))
+
+
+def _bad_moduli(moduli: NDArray[np.int64], values: int) -> NDArray[np.bool_]:
     # SPEC 10.5.3: 2^15 < modulus ≤ 65497, and 65497 where every index is below it.
-    if not PROOF_MIN_MODULUS_EXCLUSIVE < modulus <= PROOF_FIELD:
-        raise ProofError(f"modulus {modulus} is not in ({PROOF_MIN_MODULUS_EXCLUSIVE}, {PROOF_FIELD}]")
-    if chunk_values <= PROOF_FIELD and modulus != PROOF_FIELD:
-        raise ProofError(f"modulus {modulus} is not the largest that keeps {chunk_values} indices apart")
-    coefficients = np.frombuffer(data, dtype=">u2", offset=2).astype(np.int64)
-    # SPEC 10.5.3: every coefficient is below 65497.
-    if int(coefficients.max()) >= PROOF_FIELD:
-        raise ProofError(f"coefficient {int(coefficients.argmax())} is not below {PROOF_FIELD}")
-    reason = _degenerate(coefficients)
-    if reason:
-        raise ProofError(reason)
-    return modulus, coefficients
+    least = PROOF_FIELD if values <= PROOF_FIELD else PROOF_MIN_MODULUS_EXCLUSIVE + 1
+    return (moduli < least) | (moduli > PROOF_FIELD)
 
 
-def _degenerate(coefficients: NDArray[np.int64]) -> str | None:
-    """Why these cannot be an honest polynomial's coefficients, which are as good as random in the field."""
+def _degenerate(coefficients: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows cannot be an honest polynomial's coefficients, which are as good as random in the field."""
     # SPEC 10.5.3: not zero, not constant, and at most one coefficient in eight is zero.
+    terms = coefficients.shape[1]
+    present = np.count_nonzero(coefficients, axis=1)
+    constant = present - (coefficients[:, 0] != 0) == 0 if terms > 1 else present == 0
+    faulty: NDArray[np.bool_] = constant | (terms - present > max(1, terms // 8))
+    return faulty
+
+
+def _fault(modulus: int, coefficients: NDArray[np.int64], values: int) -> str:
+    """What is wrong with a proof of the right length, in words."""
+    if not PROOF_MIN_MODULUS_EXCLUSIVE < modulus <= PROOF_FIELD:
+        return f"modulus {modulus} is not in ({PROOF_MIN_MODULUS_EXCLUSIVE}, {PROOF_FIELD}]"
+    if values <= PROOF_FIELD and modulus != PROOF_FIELD:
+        return f"modulus {modulus} is not the largest that keeps {values} indices apart"
+    if int(coefficients.max()) >= PROOF_FIELD:
+        return f"coefficient {int(coefficients.argmax())} is not below {PROOF_FIELD}"
+    return _why_degenerate(coefficients)
+
+
+def _why_degenerate(coefficients: NDArray[np.int64]) -> str:
     zeros = len(coefficients) - int(np.count_nonzero(coefficients))
     if zeros == len(coefficients):
         return "the polynomial is zero"
-    if len(coefficients) > 1 and not coefficients[1:].any():
+    if not coefficients[1:].any():
         return "the polynomial is constant"
-    if zeros > max(1, len(coefficients) // 8):
-        return f"{zeros} of {len(coefficients)} coefficients are zero, as in no honest polynomial"
-    return None
+    return f"{zeros} of {len(coefficients)} coefficients are zero, as in no honest polynomial"
 
 
 def judge_proofs(results: Sequence[ChunkResult], limits: Limits) -> Judgement:
@@ -210,44 +244,125 @@ def bits_of(hidden: Tensor | Bits) -> Bits:
     return bits
 
 
-def _batches(hiddens: Sequence[Tensor | Bits]) -> list[list[_Chunk]]:
-    """All chunks of all traces, in groups of equal size."""
-    by_size: dict[int, list[_Chunk]] = {}
+def batches_of(hiddens: Sequence[Tensor | Bits]) -> Iterator[list[Run]]:
+    """All chunks of all traces, in groups of equal size and at most `_BATCH` chunks."""
+    by_size: dict[int, list[Run]] = {}
     for trace, hidden in enumerate(hiddens):
         bits = bits_of(hidden)
-        for start in range(0, len(bits), PROOF_CHUNK_TOKENS):
-            part = bits[start : start + PROOF_CHUNK_TOKENS]
-            by_size.setdefault(part.size, []).append(_Chunk(trace, start, len(part), part.reshape(-1)))
-    return [same[i : i + _BATCH] for same in by_size.values() for i in range(0, len(same), _BATCH)]
+        whole = len(bits) // PROOF_CHUNK_TOKENS
+        end = whole * PROOF_CHUNK_TOKENS
+        for run in (
+            Run(trace, 0, PROOF_CHUNK_TOKENS, bits[:end].reshape(whole, PROOF_CHUNK_TOKENS * bits.shape[1])),
+            Run(trace, whole, len(bits) - end, bits[end:].reshape(1, -1)),
+        ):
+            if run.bits.size:
+                by_size.setdefault(run.bits.shape[1], []).append(run)
+    for runs in by_size.values():
+        yield from _grouped(runs, _BATCH)
 
 
-def _top_indices(values: Bits, k: int) -> NDArray[np.int64]:
-    """Indices [chunks, k], ascending, of the k largest by absolute value, ties to the lower index."""
+def _grouped(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
+    """The same chunks in the same order, at most `most` in a group."""
+    group: list[Run] = []
+    room = most
+    for run in runs:
+        start = 0
+        while start < len(run.bits):
+            end = min(len(run.bits), start + room)
+            group.append(run.part(start, end))
+            room -= end - start
+            start = end
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
+
+
+def select_largest(runs: Sequence[Run], k: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices, ascending, and bits [chunks, k] of the k largest by absolute value, ties to the lower index."""
+    chunks, size = sum(len(run.bits) for run in runs), runs[0].bits.shape[1]
+    slabs = -(-chunks // max(1, _SLAB // size))
+    rows = -(-chunks // slabs)
+    scratch = np.empty((rows, size), dtype=np.uint16)  # new memory for every slab would cost as much as the work
+    places, bits, done = [], [], 0
+    for slab in _grouped(runs, rows):
+        values = slab[0].bits if len(slab) == 1 else np.concatenate([run.bits for run in slab])
+        found = _candidates(values, k, scratch[: len(values)])
+        places.append(found + done * size)
+        bits.append(values.reshape(-1)[found])
+        done += len(values)
+    return _ranked(np.concatenate(places), np.concatenate(bits).astype(np.int64), chunks, size, k)
+
+
+def _candidates(values: Bits, k: int, magnitudes: Bits) -> NDArray[np.int64]:
+    """Places in the flattened chunks [chunks, size] of all that may be among a chunk's k largest.
+
+    Values a fixed stride apart share a maximum, their column's. Only the columns whose maximum reaches a floor that
+    k values surely reach are looked at again. `magnitudes` is scratch of equal shape.
+    """
     chunks, size = values.shape
-    magnitude = values & np.uint16(0x7FFF)
-    if int(magnitude.max(initial=0)) >= _EXPONENT:
+    np.bitwise_and(values, np.uint16(0x7FFF), out=magnitudes)
+    depth = _depth(size)
+    columns = size // depth
+    maxima = np.maximum.reduce(magnitudes.reshape(chunks, depth, columns), axis=1)
+    if int(maxima.max(initial=0)) >= _EXPONENT:
         raise EngineError("a hidden state is NaN or infinite: no proof can be made or checked")
     if size <= k:
-        return np.tile(np.arange(size), (chunks, 1))
-    candidates = np.flatnonzero(magnitude >= _floor(magnitude, k)[:, None])
-    first = np.searchsorted(candidates, np.arange(chunks) * size)
-    chunk = np.repeat(np.arange(chunks), np.diff(first, append=len(candidates)))
-    # SPEC 10.5.2: the largest first, ties to the lower index. One sort orders (chunk, −magnitude, index).
-    below = 0x7FFF - magnitude.reshape(-1)[candidates].astype(np.int64)
-    ranked = np.sort((chunk * 2**15 + below) * size + (candidates - chunk * size))
-    return np.sort(ranked[first[:, None] + np.arange(k)] % size, axis=1)
+        return np.arange(chunks * size)
+    floor = _floor(maxima, k)
+    reached = np.flatnonzero(maxima >= floor[:, None])
+    chunk = reached // columns
+    places = np.arange(depth)[:, None] * columns + (reached + chunk * (size - columns))
+    places = places.reshape(-1)
+    reaching = np.flatnonzero(magnitudes.reshape(-1).take(places).reshape(depth, -1) >= floor[chunk])
+    candidates: NDArray[np.int64] = places[reaching]
+    return candidates
 
 
-def _floor(magnitude: Bits, k: int) -> Bits:
-    """A value that at least k of each chunk reach: the k-th largest of the maxima of more than k groups."""
-    chunks, size = magnitude.shape
-    groups = 2 * k
-    if size < 2 * groups:
+def _depth(size: int) -> int:
+    """How many values share a maximum: a power of two that divides the size."""
+    return min(_DEPTH, size & -size, 1 << max(size // _COLUMNS, 1).bit_length() - 1)
+
+
+def _ranked(
+    places: NDArray[np.int64], bits: NDArray[np.int64], chunks: int, size: int, k: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The k largest of each chunk among candidates at `places` of the flattened chunks, in order of their index."""
+    chunk = places // size
+    width = size.bit_length()
+    # SPEC 10.5.2: the largest first, ties to the lower index. One sort orders (chunk, −magnitude, index), and the
+    # sign travels along.
+    rank = (((chunk << 15) + (~bits & 0x7FFF)) << width) + (places - chunk * size)
+    rank = np.sort((rank << 1) + (bits >> 15))
+    first = np.searchsorted(rank, np.arange(chunks) << width + 16)
+    rank = rank[first[:, None] + np.arange(min(k, size))]
+    magnitude = ~(rank >> width + 1) & 0x7FFF
+    index = rank >> 1 & (1 << width) - 1
+    ordered = np.sort((index << 16) + ((rank & 1) << 15) + magnitude, axis=1)
+    return ordered >> 16, ordered & 0xFFFF
+
+
+def _floor(maxima: Bits, k: int) -> Bits:
+    """A magnitude [chunks] that at least k of each chunk reach: the k-th largest of a few hundred maxima."""
+    chunks, columns = maxima.shape
+    width = min(4 * k, columns)
+    if width < k:
         return np.zeros(chunks, dtype=np.uint16)
-    used = size // groups * groups
-    maxima = magnitude[:, :used].reshape(chunks, used // groups, groups).max(axis=1)
-    floor: Bits = np.partition(maxima, groups - k, axis=1)[:, groups - k]
+    used = columns // width * width
+    coarse = maxima[:, :used].reshape(chunks, -1, width).max(axis=1).astype(np.uint32)  # numpy partitions it faster
+    floor: Bits = np.partition(coarse, width - k, axis=1)[:, width - k].astype(np.uint16)
     return floor
+
+
+def _moduli(indices: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The modulus [chunks, 1] of each row of indices."""
+    moduli = np.full((len(indices), 1), PROOF_FIELD)
+    if size > PROOF_FIELD:
+        residues = np.sort(indices % PROOF_FIELD, axis=1)
+        for row in np.flatnonzero((residues[:, 1:] == residues[:, :-1]).any(axis=1)):
+            moduli[row] = _modulus(indices[row])
+    return moduli
 
 
 def _modulus(indices: NDArray[np.int64]) -> int:
@@ -258,60 +373,58 @@ def _modulus(indices: NDArray[np.int64]) -> int:
     raise EngineError("no modulus keeps the indices of this chunk apart: no proof can be made")
 
 
-def _build(values: Bits, k: int) -> list[bytes]:
-    """Proofs of chunks [chunks, size]."""
-    indices = _top_indices(values, k)
-    small = values.shape[1] <= PROOF_FIELD
-    moduli = [PROOF_FIELD if small else _modulus(row) for row in indices]
-    x = indices if small else indices % np.array(moduli)[:, None]
-    y = np.take_along_axis(values, indices, axis=1)
-    coefficients = interpolate(x, y)
-    for row in coefficients:
-        reason = _degenerate(row)
-        if reason:
-            raise EngineError(f"hidden states too uniform to commit to: {reason}")
-    body = coefficients.astype(">u2")
-    return [m.to_bytes(2, "big") + row.tobytes() for m, row in zip(moduli, body, strict=True)]
+def _build(runs: Sequence[Run], k: int) -> list[bytes]:
+    indices, y = select_largest(runs, k)
+    moduli = _moduli(indices, runs[0].bits.shape[1])
+    coefficients = interpolate(indices % moduli, y)
+    degenerate = _degenerate(coefficients)
+    if degenerate.any():
+        reason = _why_degenerate(coefficients[int(degenerate.argmax())])
+        raise EngineError(f"hidden states too uniform to commit to: {reason}")
+    return [row.tobytes() for row in np.concatenate((moduli, coefficients), axis=1).astype(">u2")]
 
 
-def _compare(group: list[_Chunk], polynomials: list[Polynomial], k: int) -> list[ChunkResult]:
-    """Each chunk's proof at our own top indices, and at up to 32 indices beside them."""
-    values = np.stack([chunk.bits for chunk in group])
-    indices = _top_indices(values, k)
+def _compare(
+    runs: Sequence[Run], polynomials: Sequence[Polynomial], k: int
+) -> Iterator[tuple[int, int, float, float, int, int]]:
+    """Each chunk's proof at our own top indices, and at up to 32 indices beside them: the fields of ChunkResult."""
+    indices, ours = select_largest(runs, k)
     moduli = np.array([modulus for modulus, _ in polynomials])[:, None]
     x = indices % moduli
     beside = (indices[:, :_ELSEWHERE] + 1) % moduli
     claimed = evaluate(np.stack([c for _, c in polynomials]), np.concatenate((x, beside), axis=1))
-    theirs, other = np.split(claimed, [indices.shape[1]], axis=1)
-    ours = np.take_along_axis(values, indices, axis=1).astype(np.int64)
-    agree = (ours ^ theirs) & _EXPONENT == 0
-    signs = np.count_nonzero((ours ^ theirs) & 0x8000, axis=1)
-    errors = np.abs((ours & 0x7F) - (theirs & 0x7F))
-    means, medians = _mantissa(errors, agree)
-    plausible = np.zeros((len(group), 256), dtype=np.bool_)
-    np.put_along_axis(plausible, (ours & _EXPONENT) >> 7, True, axis=1)
-    outside = ~(beside[:, :, None] == x[:, None, :]).any(axis=2)
-    hits = np.take_along_axis(plausible, (other & _EXPONENT) >> 7, axis=1) & outside
-    return [
-        ChunkResult(
-            start=chunk.start,
-            length=chunk.length,
-            exponent_mismatches=int(np.count_nonzero(~agree[row])),
-            sign_mismatches=int(signs[row]),
-            mantissa_mean=float(means[row]),
-            mantissa_median=float(medians[row]),
-            compared=indices.shape[1],
-            elsewhere=int(np.count_nonzero(hits[row])),
-        )
-        for row, chunk in enumerate(group)
-    ]
+    theirs, other = claimed[:, : x.shape[1]], claimed[:, x.shape[1] :]
+    differing = ours ^ theirs
+    agree = differing & _EXPONENT == 0
+    means, medians = _mantissa(np.abs((ours & 0x7F) - (theirs & 0x7F)).astype(np.int32), agree)
+    return zip(
+        (x.shape[1] - np.count_nonzero(agree, axis=1)).tolist(),
+        np.count_nonzero(differing & 0x8000, axis=1).tolist(),
+        means.tolist(),
+        medians.tolist(),
+        [x.shape[1]] * len(x),
+        _elsewhere(x, ours, beside, other).tolist(),
+        strict=True,
+    )
 
 
-def _mantissa(errors: NDArray[np.int64], agree: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _elsewhere(
+    x: NDArray[np.int64], ours: NDArray[np.int64], beside: NDArray[np.int64], claimed: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """How many points beside a chunk's own, and not among them, carry an exponent that one of its own values has."""
+    rows = np.arange(len(x))[:, None] * 256
+    plausible = np.zeros(256 * len(x), dtype=np.bool_)
+    plausible[rows + (ours >> 7 & 0xFF)] = True
+    chunk, point = np.nonzero(plausible[rows + (claimed >> 7 & 0xFF)])
+    own = (x[chunk] == beside[chunk, point][:, None]).any(axis=1)
+    return np.bincount(chunk[~own], minlength=len(x))
+
+
+def _mantissa(errors: NDArray[np.int32], agree: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Mean and median of each row's errors where the exponents agree."""
     count = np.count_nonzero(agree, axis=1)
-    means = np.where(agree, errors, 0).sum(axis=1) / np.maximum(count, 1)
-    ordered = np.sort(np.where(agree, errors, 255), axis=1)
+    means = (errors * agree).sum(axis=1) / np.maximum(count, 1)
+    ordered = np.sort(np.where(agree, errors, np.int32(255)), axis=1)
     rows = np.arange(len(errors))
     medians = (ordered[rows, np.maximum(count - 1, 0) // 2] + ordered[rows, count // 2 % errors.shape[1]]) / 2
     nothing = count == 0
