@@ -1,7 +1,8 @@
 """Coverage-guided fuzzing of one target: `python -m tests.fuzz.guided TARGET [flags | FILE]`; `make fuzz` runs all.
 
-Needs the extra `fuzz` (atheris). The flags are libFuzzer's; a FILE is run once, to see a failure again. The corpus grows in .cache/fuzz/TARGET from the seeds; an input that fails is left
-there as crash-… with its traceback on the terminal, a hang as timeout-…, growth as oom-….
+Needs the extra `fuzz` (atheris). The flags are libFuzzer's; a FILE is run once, to see a failure again. The corpus
+grows in .cache/fuzz/TARGET from the seeds; an input that fails is left there as crash-… with its traceback on the
+terminal, a hang as timeout-…, growth as oom-….
 """
 
 from __future__ import annotations
