@@ -10,7 +10,7 @@ POLICY ?= embedded
 SEED ?= 0
 # Of each target of `make fuzz`.
 FUZZ_SECONDS ?= 60
-FUZZ_TARGETS ?= codec frames trace proof policy address
+FUZZ_TARGETS ?= codec frames trace proof policy delta address
 BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1

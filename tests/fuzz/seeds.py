@@ -6,15 +6,20 @@ Made at every start and kept nowhere, so a new vector or object is a seed at onc
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from protocol import codec
+import numpy as np
+
+from protocol import codec, delta
+from protocol.policy import TensorLeaf
 from tests.fuzz.episode import EDIT, EMBEDDED, made_stage
-from tests.fuzz.targets import OBJECTS
+from tests.fuzz.targets import OBJECTS, delta_base, delta_tensor
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 _LONGEST = 16 * 1024  # mutating more costs time and finds little
@@ -102,6 +107,19 @@ def _policy() -> Iterator[bytes]:
     yield b'\4{"chat_template":"{% for m in messages %}{{ m.role }}{% endfor %}","bos_token":{"content":"a"}}'
 
 
+def _delta() -> Iterator[bytes]:
+    for values in (1, 7, 64, 127):
+        old = delta_base(values)
+        for new in (old, old + np.uint16(1), old[::-1].copy(), np.where(np.arange(values) % 9, old, old ^ 3), old * 0):
+            yield bytes([2 * values]) + delta.encode(old, new.astype(np.uint16))
+    for names in (("ab", "abc"), ("ab",), ("abc",)):
+        new = delta_base(64) ^ np.uint16(1)
+        raw = new.view(np.uint8)
+        leaf = TensorLeaf("", "BF16", (8, 8), hashlib.sha256(raw.tobytes()).digest())
+        table = delta.DeltaTable(tuple(delta.DeltaTensor(replace(leaf, name=name), raw.size) for name in names))
+        yield b"\1" + b"".join(delta.encode_policy(table, delta_tensor, lambda name, raw=raw: raw))
+
+
 def _address() -> Iterator[bytes]:
     for entry in _of("address"):
         yield entry["text"].encode()
@@ -114,6 +132,7 @@ _SEEDS: dict[str, Callable[[], Iterator[bytes]]] = {
     "trace": _trace,
     "proof": _proof,
     "policy": _policy,
+    "delta": _delta,
     "address": _address,
 }
 

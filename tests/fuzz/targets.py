@@ -23,7 +23,7 @@ import numpy as np
 import trio
 
 import protocol
-from protocol import codec, messages, policy
+from protocol import codec, delta, messages, policy
 from protocol.envelope import Signed, unseal
 from protocol.environments.base import Message
 from protocol.environments.tokenizer import PolicyTokenizer
@@ -380,6 +380,42 @@ def _tokenizer(data: bytes, folder: Path) -> None:
         return
 
 
+# --- deltas between policies ---
+
+DELTA_MOST_BYTES = 1 << 16
+
+
+def delta_base(values: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """bfloat16 bits [values] that deltas of the seeds build on: all signs and many exponents."""
+    return np.random.default_rng(values).integers(0, 2**16, values, dtype=np.uint16)
+
+
+def fuzz_delta(data: bytes, folder: Path) -> None:
+    """u8 form ‖ bytes: even the sections of one tensor of form / 2 values, odd the delta of a whole policy."""
+    form, rest = data[0] if data else 0, data[1:]
+    try:
+        if form % 2:
+            _policy_delta(rest)
+        else:
+            values = delta.decode(delta_base(form // 2), rest, form // 2)
+            assert values.shape == (form // 2,)
+    except DecodeError:
+        return
+
+
+def _policy_delta(data: bytes) -> None:
+    reader = delta.DeltaReader(iter((data[:7], data[7:])), most_bytes=DELTA_MOST_BYTES)
+    assert reader.table.size <= DELTA_MOST_BYTES
+    assert sum(section.raw.size for section in reader.sections(delta_tensor)) == reader.table.size
+
+
+def delta_tensor(name: str) -> delta.BaseTensor | None:
+    """Every tensor of the policy that deltas of the seeds build on has 64 values; one name in two is not in it."""
+    if len(name) % 2:
+        return None
+    return delta.BaseTensor("BF16", (8, 8), delta_base(64).view(np.uint8))
+
+
 # --- addresses: what people paste ---
 
 
@@ -400,5 +436,6 @@ TARGETS: dict[str, Callable[[bytes, Path], None]] = {
     "trace": fuzz_trace,
     "proof": fuzz_proof,
     "policy": fuzz_policy,
+    "delta": fuzz_delta,
     "address": fuzz_address,
 }
