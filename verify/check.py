@@ -7,21 +7,22 @@ Not here: the checks themselves, and what only a ledger knows (trainer/inbox.py)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from protocol.calibration import Calibration, Limits
 from protocol.envelope import Signed
 from protocol.environments.base import Environment
 from protocol.environments.rollout import Codec
 from protocol.lease import Lease
+from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import Trace
 from protocol.verdict import Check, Reason
 from verify.accounting import check_run, check_signature, lease_findings
 from verify.environment import environment_findings, replay_trace
 from verify.finding import Finding, as_check, first_failure, skipped
 from verify.structure import PolicyShape, structure_findings
-from verify.thresholds import Limits
 
 if TYPE_CHECKING:
     from verify.evidence import Recomputed
@@ -30,7 +31,20 @@ CHEAP = (
     "signature", "run", "lease", "slot", "deadline", "structure", "length", "token range", "policy", "engine",
     "proof form", "stop rules", "observations", "reward",
 )  # fmt: skip
-DEAR = ("margins", "logprobs", "proofs")
+DEAR = ("margins", "margin score", "logprobs", "proofs", "proof score", "node")
+
+
+NO_CALIBRATION: Final = "no calibration for this pair of engines"
+NEEDS_LOG: Final = "needs the run's log"
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """`checks` are all of DEAR in order. `scores` are the trace's S_j (SPEC 10.8), also where a check failed; empty
+    without a calibration."""
+
+    checks: tuple[Check, ...]
+    scores: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +100,46 @@ def _cheap_findings(
     yield from environment_findings(trace, found)
 
 
-def audit_checks(trace: Trace, lease: Lease, ours: Recomputed, limits: Limits) -> tuple[Check, ...]:
-    """The checks that need the policy (SPEC 10.1 steps 13 to 15): all of DEAR in order."""
-    # Brings in torch, which a gateway that runs the cheap checks alone does not carry.
-    from verify.evidence import evidence_findings
+def audit_checks(
+    trace: Trace, lease: Lease, ours: Recomputed, limits: Limits, calibration: Calibration | None = None
+) -> Audited:
+    """The checks that need the policy (SPEC 10.1 steps 13 to 18). `limits` are the calibration's where there is one.
 
-    return _in_order(DEAR, evidence_findings(trace, lease.temperature, ours, limits), "an earlier check failed")
+    `node` is SKIPPED: only who has the run's log can do it, with `node_check`.
+    """
+    # Brings in torch, which a gateway that runs the cheap checks alone does not carry.
+    from verify.evidence import evidence_findings, score_findings
+    from verify.scores import trace_scores
+
+    findings = {each.name: each for each in evidence_findings(trace, lease.temperature, ours, limits)}
+    scores: tuple[float, ...] = ()
+    missing = NO_CALIBRATION
+    if calibration is not None:
+        scores = trace_scores(calibration, ours.margins, lease.temperature, ours.chunks)
+        findings |= {each.name: each for each in score_findings(trace, ours, calibration, scores)}
+        missing = NEEDS_LOG
+    ordered = (as_check(findings[name]) if name in findings else skipped(name, missing) for name in DEAR)
+    return Audited(_until_failure(ordered), scores)
+
+
+def node_check(scores: Sequence[float], previous: Sequence[float]) -> Check:
+    """Step 18: the last of DEAR, for who has the run's log. scores: of this trace. previous: the sums over the
+    node's earlier traces of this policy version and calibration, empty for none."""
+    from verify.scores import node_evidence
+
+    found = node_evidence(previous, scores)
+    detail = f"evidence of {found:.2f} nats, this trace and those before it together"
+    reason = Reason.NODE_EVIDENCE if found > NODE_EVIDENCE_NATS else None
+    return as_check(Finding("node", reason, detail, found, NODE_EVIDENCE_NATS))
+
+
+def with_node(checks: tuple[Check, ...], scores: Sequence[float], previous: Sequence[float]) -> tuple[Check, ...]:
+    """The checks of a verdict, or DEAR alone, with `node` carried out where it may be: there are scores, and no
+    earlier check failed."""
+    if not scores or first_failure(checks) is not None:
+        return checks
+    found = node_check(scores, previous)
+    return tuple(found if check.name == "node" else check for check in checks)
 
 
 def unaudited() -> tuple[Check, ...]:
@@ -102,6 +150,14 @@ def unaudited() -> tuple[Check, ...]:
 def not_reached() -> tuple[Check, ...]:
     """DEAR for a trace that failed a check before them."""
     return tuple(skipped(name, "an earlier check failed") for name in DEAR)
+
+
+def _until_failure(checks: Iterable[Check]) -> tuple[Check, ...]:
+    kept: list[Check] = []
+    for check in checks:
+        failed = first_failure(kept) is not None
+        kept.append(skipped(check.name, "an earlier check failed") if failed else check)
+    return tuple(kept)
 
 
 def _in_order(names: tuple[str, ...], findings: Iterator[Finding], why: str) -> tuple[Check, ...]:

@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -16,6 +18,14 @@ _EPILOG = """exit codes:
   2  unusable input: no verdict (not a trace file, another policy's folder, wrong arguments)
   3  not judged: this machine failed (out of memory, an environment that raised)
   130, 141  no verdict: interrupted, or whoever read the output went away
+"""
+
+_AUDIT_EPILOG = """exit codes:
+  0  all agree: everything that could be checked holds; what could not be checked is said
+  1  something disagrees; each is printed with where it is
+  2  unusable: not the log of a run, an address that does not answer, wrong arguments
+  3  this machine failed
+  130, 141  interrupted, or whoever read the output went away
 """
 
 
@@ -63,23 +73,88 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--policy", type=Path, required=True, help="folder of the policy version it was drawn from")
     check.add_argument("--no-model", action="store_true", help="run only the checks that need no model")
     check.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    check.add_argument(
+        "--calibration", type=Path, help="judge by this calibration (`rlverify calibrate`) instead of the file's"
+    )
+    check.add_argument("--verdict", type=Path, help="compare with this verdict instead of the file's")
     check.add_argument("--json", action="store_true", help="print one JSON object (SPEC 14)")
     check.set_defaults(command=_check)
+    _add_calibrate(commands)
     inspect = commands.add_parser("inspect", help="show a trace as a person would want to read it")
     inspect.add_argument("trace", type=Path, help="file written by `rltrainer export-trace`")
     inspect.add_argument("--policy", type=Path, help="its policy folder: shows text beside token ids")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(command=_inspect)
+    _add_audit(commands)
     return parser
+
+
+_CALIBRATE_EPILOG = """exit codes:
+  0  calibrated: the file is written
+  1  refused: the pair is too noisy to tell int8 from honest; nothing is written
+  2  unusable input: too few tokens, other policies' traces, wrong arguments, a file that cannot be written
+  3  this machine failed (out of memory, an environment that raised)
+"""
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="measure what honest evidence of a pair of engines looks like",
+        epilog=_CALIBRATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = calibrate.add_argument
+    add("--policy", type=Path, required=True, help="folder of the policy")
+    add("--worker-dtype", required=True, help="in which nodes compute: float32 or bfloat16")
+    add("--verifier-dtype", required=True, help="in which auditors recompute: float32 or bfloat16")
+    add("--traces", type=Path, help="folder of trace files of trusted nodes, instead of drawing here")
+    add("--traces-count", type=int, default=32, help="episodes drawn here (default 32)")
+    add("--tokens", type=int, default=64, help="tokens of a turn drawn here (default 64)")
+    add("--environment", default="tools8@1", help="whose tasks are drawn here (default tools8@1)")
+    add("--parameters", default="", help="the environment's own text")
+    add("--worker-engine", default="transformers", help="the engine that drawing here stands for")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    add("--key", type=Path, default=Path("calibrate.key"), help="key that signs, created where missing")
+    add("--out", type=Path, required=True, help="file to write")
+    calibrate.set_defaults(command=_calibrate)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from verify.calibrate import Order, TooNoisy, carry_out
+    from verify.report import print_calibration
+
+    order = Order(
+        policy=options.policy,
+        worker_dtype=options.worker_dtype,
+        verifier_dtype=options.verifier_dtype,
+        trusted=options.traces,
+        traces=options.traces_count,
+        tokens=options.tokens,
+        environment=(options.environment, options.parameters),
+        worker_engine=options.worker_engine,
+        device=options.device,
+        key=options.key,
+        out=options.out,
+    )
+    try:
+        print_calibration(carry_out(order, created_ms=time.time_ns() // 1_000_000))
+    except TooNoisy as error:
+        return _fail(error, 1)
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     from protocol.verdict import Outcome
-    from verify.files import read_evidence, require_policy
+    from verify.files import read_evidence, require_policy, with_calibration, with_verdict
     from verify.judge import judge
     from verify.report import as_json, print_verdict
 
     evidence = read_evidence(options.trace)
+    if options.verdict is not None:
+        evidence = with_verdict(evidence, options.verdict)
+    if options.calibration is not None:
+        evidence = with_calibration(evidence, options.calibration)
     require_policy(options.policy, evidence.lease)
     judged = judge(evidence, options.policy, device=options.device, with_model=not options.no_model)
     digest, theirs = evidence.signed_trace.digest, evidence.verdict
@@ -88,6 +163,51 @@ def _check(options: argparse.Namespace) -> int:
     else:
         print_verdict(judged, evidence.trace.node, digest, theirs)
     return {Outcome.ACCEPTED: 0, Outcome.REFUSED: 1, Outcome.NOT_JUDGED: 3}[judged.outcome]
+
+
+def _add_audit(commands: Any) -> None:
+    audit = commands.add_parser(
+        "audit",
+        help="check the whole log of a run: seals, draws, scores, and the verdicts that can be reached again",
+        epilog=_AUDIT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    audit.add_argument("log", help="folder written by `rltrainer export-log`, or the URL it is served at")
+    audit.add_argument("--policies", type=Path, help="folder of policy folders named by version (default: the log's)")
+    which = audit.add_mutually_exclusive_group()
+    which.add_argument(
+        "--sample", type=_count, default=16, metavar="N",
+        help="recompute N traces of each epoch by the model, drawn at random (default 16)",
+    )  # fmt: skip
+    which.add_argument("--all", action="store_true", help="recompute every trace that is there")
+    audit.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    audit.add_argument("--json", action="store_true", help="print one JSON object (SPEC 14)")
+    audit.set_defaults(command=_audit)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0")
+    return int(text)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from verify.log_source import open_source
+    from verify.rejudge import Rejudge
+    from verify.run_audit import audit_run
+    from verify.run_report import as_json, print_report
+
+    source = open_source(options.log)
+    rejudge = Rejudge(source, options.policies, None if options.all else options.sample, options.device)
+    try:
+        report = audit_run(source, rejudge)
+    finally:
+        source.close()
+    if options.json:
+        print(json.dumps(as_json(report)))
+    else:
+        print_report(report)
+    return 1 if report.disagreeing else 0
 
 
 def _inspect(options: argparse.Namespace) -> int:

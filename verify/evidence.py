@@ -1,21 +1,25 @@
-"""Judges a recomputed trace: margins, logprobs, proofs (SPEC 10.1 steps 13 to 15).
+"""Judges a recomputed trace: margins, logprobs, proofs, and what they say together (SPEC 10.1 steps 13 to 17).
 
-Not here: recomputing (prefill.py), the statistics (sampling.py, toploc.py) and their limits (thresholds.py).
+Not here: recomputing (prefill.py), the statistics (sampling.py, toploc.py, scores.py) and their limits
+(thresholds.py, calibrate.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.calibration import Calibration, Limits
+from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import Trace
 from protocol.verdict import Reason
 from verify.finding import Finding, passed
 from verify.sampling import judge_margins
-from verify.thresholds import Judgement, Limits, at_temperature
+from verify.scores import evidence, mantissa_means, margin_part, proof_part
+from verify.thresholds import Judgement, at_temperature
 from verify.toploc import ChunkResult, judge_proofs
 
 
@@ -30,12 +34,31 @@ class Recomputed:
 
 
 def evidence_findings(trace: Trace, temperature: float, ours: Recomputed, limits: Limits) -> Iterator[Finding]:
-    """Steps 13 to 15 of SPEC 10.1, in order."""
+    """Margins, logprobs and proofs against limits."""
     offsets = trace.generated()
     for judgement in judge_margins(ours.margins, limits, temperature):
         yield _finding("margins", Reason.MARGIN, judgement, offsets)
     yield _finding("logprobs", Reason.LOGPROB, _judge_logprobs(trace, temperature, ours, limits), offsets)
     yield _finding("proofs", Reason.PROOF, judge_proofs(ours.chunks, limits), offsets)
+
+
+def score_findings(
+    trace: Trace, ours: Recomputed, calibration: Calibration, scores: Sequence[float]
+) -> Iterator[Finding]:
+    """The margin score and the proof score of one trace (SPEC 10.8)."""
+    tokens, chunks = len(ours.margins), len(mantissa_means(ours.chunks))
+    parts = (
+        ("margin score", Reason.MARGIN, margin_part(calibration, scores), calibration.margins, f"{tokens} tokens"),
+        ("proof score", Reason.PROOF, proof_part(calibration, scores), calibration.proofs, f"{chunks} chunks"),
+    )
+    offsets = trace.generated()
+    for name, reason, sums, table, of in parts:
+        found = evidence(sums)
+        likeliest = table.alternatives[max(range(len(sums)), key=sums.__getitem__)].name
+        detail = f"evidence of {found:.2f} nats from {of}, most for '{likeliest}'"
+        ok = found <= NODE_EVIDENCE_NATS
+        judgement = Judgement(ok, found, NODE_EVIDENCE_NATS, None if ok else (0, len(offsets)), detail)
+        yield _finding(name, reason, judgement, offsets)
 
 
 def _judge_logprobs(trace: Trace, temperature: float, ours: Recomputed, limits: Limits) -> Judgement:

@@ -1,14 +1,16 @@
-"""Trace files: reading one, and what must hold before a single check is run (SPEC 8.9, 14).
+"""Trace files, and the calibrations and verdicts given beside them: reading, and what must hold before a single
+check is run (SPEC 8.9, 8.11, 14).
 
 Not here: the checks (check.py) and the command (cli.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol import codec, identity
+from protocol.calibration import Calibration, check_calibration
 from protocol.envelope import Signed, unseal
 from protocol.errors import RemoteError, UsageError
 from protocol.lease import Lease, check_lease
@@ -17,9 +19,18 @@ from protocol.policy import policy_root
 from protocol.run import Genesis, open_genesis, run_id
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Receipt, Verdict, check_verdict
+from verify.thresholds import above_ceilings
 
 # A trace, its lease with a prompt of the greatest length, and the small objects beside them.
 MAX_FILE_BYTES = MAX_TRACE_BYTES + 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A calibration and the digest that verdicts name it by."""
+
+    calibration: Calibration
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +44,115 @@ class Evidence:
     trace: Trace
     receipt: Receipt | None
     verdict: Verdict | None
+    calibration: Measure | None = None
 
 
 def read_evidence(path: Path) -> Evidence:
     """Open a trace file. Raises UsageError when it is unreadable, is not a trace file, or holds a genesis,
-    lease, receipt or verdict that is not the trainer's: then there is nothing to judge."""
+    lease, receipt, verdict or calibration that is not the trainer's, or a calibration that is not the one its
+    verdict names or not one to judge this trace by: then there is nothing to judge."""
+    data = _read(path, "a trace file")
+    try:
+        evidence = _open(codec.decode(TraceFile, data))
+    except RemoteError as error:
+        raise UsageError(f"{path} cannot be judged: {error} [{error.code}]") from None
+    if evidence.calibration is not None:
+        if evidence.verdict is not None and evidence.verdict.calibration != evidence.calibration.digest:
+            raise UsageError(f"{path} cannot be judged: its calibration is not the one its verdict names")
+        _require_fit(path, evidence.calibration.calibration, evidence)
+    return evidence
+
+
+def with_verdict(evidence: Evidence, path: Path) -> Evidence:
+    """The evidence with the trainer's verdict from a file of its own, a Signed Verdict, in place of any it holds.
+
+    Raises UsageError when it is unreadable, or signed by another key than the run's trainer's.
+    """
+    signed = _signed(path, "a verdict")
+    try:
+        verdict = unseal(Verdict, signed, signer=evidence.genesis.trainer)
+        check_verdict(verdict)
+    except RemoteError as error:
+        raise UsageError(f"{path} is no verdict of this run's trainer: {error} [{error.code}]") from None
+    held = evidence.calibration
+    if held is not None and verdict.calibration != held.digest:
+        held = None
+    return replace(evidence, verdict=verdict, calibration=held)
+
+
+def with_calibration(evidence: Evidence, path: Path) -> Evidence:
+    """The evidence, to be judged by a calibration from a file of its own, a Signed Calibration of whoever measured.
+
+    Raises UsageError when it is unreadable, damaged, of another pair of engines, or above the ceilings.
+    """
+    measure = read_calibration(path)
+    _require_fit(path, measure.calibration, evidence)
+    return replace(evidence, calibration=measure)
+
+
+def read_calibration(path: Path) -> Measure:
+    """A Signed Calibration, of whatever signer. Raises UsageError when it is unreadable or not valid."""
+    signed = _signed(path, "a calibration")
+    try:
+        return _measure(signed, signed.signer)
+    except RemoteError as error:
+        raise UsageError(f"{path} is no calibration: {error} [{error.code}]") from None
+
+
+def _read(path: Path, what: str) -> bytes:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} has {size:,} bytes, a trace file has at most {MAX_FILE_BYTES:,}")
-        data = path.read_bytes()
+            raise UsageError(f"{path} has {size:,} bytes, {what} has at most {MAX_FILE_BYTES:,}")
+        return path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _signed(path: Path, what: str) -> Signed:
+    data = _read(path, what)
     try:
-        return _open(codec.decode(TraceFile, data))
+        return codec.decode(Signed, data)
     except RemoteError as error:
-        raise UsageError(f"{path} cannot be judged: {error} [{error.code}]") from None
+        raise UsageError(f"{path} is not {what}: {error} [{error.code}]") from None
+
+
+def _measure(signed: Signed, signer: bytes) -> Measure:
+    calibration = unseal(Calibration, signed, signer=signer)
+    check_calibration(calibration)
+    return Measure(calibration, signed.digest)
+
+
+def _require_fit(path: Path, calibration: Calibration, evidence: Evidence) -> None:
+    # SPEC 10.6: of the trace's pair, of this run or none, and within the ceilings.
+    why = misfit(calibration, evidence.trace, evidence.run)
+    if why is not None:
+        raise UsageError(f"{path}: this trace cannot be judged by this calibration: {why}")
+
+
+def misfit(calibration: Calibration, trace: Trace, run: bytes) -> str | None:
+    """Why a calibration is not one to judge this trace by; None when it is."""
+    if calibration.run not in (run, bytes(32)):
+        return f"it was made for the run {calibration.run.hex()[:16]}…"
+    pair, theirs = calibration.pair, worker_of(trace)
+    measured = (pair.worker_engine, pair.worker_dtype, pair.worker_device)
+    if measured != theirs:
+        return f"it holds for {' '.join(measured)}, the trace comes from {' '.join(theirs)}"
+    try:
+        above = above_ceilings(calibration)
+    except UsageError as error:
+        return str(error)
+    return None if above is None else f"its limits are above the ceilings for these dtypes: {above}"
+
+
+def worker_of(trace: Trace) -> tuple[str, str, str]:
+    """SPEC 8.11: engine, dtype and kind of device that a trace names, as a Pair does."""
+    return trace.engine.name, trace.engine.dtype, device_kind(trace.engine.device)
+
+
+def device_kind(device: str) -> str:
+    """What stands before the first colon, as far as a Pair holds it."""
+    return device.partition(":")[0][:16]
 
 
 def _open(file: TraceFile) -> Evidence:
@@ -63,7 +167,8 @@ def _open(file: TraceFile) -> Evidence:
     verdict = None if file.verdict is None else unseal(Verdict, file.verdict, signer=trainer)
     if verdict is not None:
         check_verdict(verdict)
-    return Evidence(run, genesis, lease, file.trace, trace, receipt, verdict)
+    measure = None if file.calibration is None else _measure(file.calibration, trainer)
+    return Evidence(run, genesis, lease, file.trace, trace, receipt, verdict, measure)
 
 
 def require_policy(folder: Path, lease: Lease) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,11 @@ def fingerprint(verifier: Verifier | None) -> Fingerprint:
 
 
 def judge(evidence: Evidence, policy: Path, *, device: str = "cpu", with_model: bool = True) -> Judged:
-    """The verdict of this machine on a trace file. `policy` must be the leased one (files.require_policy)."""
+    """The verdict of this machine on a trace file. `policy` must be the leased one (files.require_policy).
+
+    Judged by the evidence's calibration, in the dtype of its verifier; without one by the limits of the trace's
+    dtype, and without scores.
+    """
     trace, lease = evidence.trace, evidence.lease
     receipt = evidence.receipt
     try:
@@ -88,14 +93,19 @@ def judge(evidence: Evidence, policy: Path, *, device: str = "cpu", with_model: 
         return _judged(cheap.checks + unaudited(), audited=False, reward=cheap.reward, verifier=None)
     from verify.prefill import Verifier
 
-    dtype = trace.engine.dtype
+    measure = evidence.calibration
+    dtype = trace.engine.dtype if measure is None else measure.calibration.pair.verifier_dtype
     try:
         verifier = Verifier(policy, dtype, device)
         ours = recompute(verifier, [(trace, lease)])[0]
     except LocalError as error:
         return _not_judged(Reason.VERIFIER_FAULT, str(error))
-    dear = audit_checks(trace, lease, ours, limits_for(dtype, dtype))
-    return _judged(cheap.checks + dear, audited=True, reward=cheap.reward, verifier=verifier)
+    if measure is None:
+        dear = audit_checks(trace, lease, ours, limits_for(dtype, dtype))
+    else:
+        dear = audit_checks(trace, lease, ours, measure.calibration.limits, measure.calibration)
+    judged = _judged(cheap.checks + dear.checks, audited=True, reward=cheap.reward, verifier=verifier)
+    return replace(judged, scores=dear.scores, calibration=None if measure is None else measure.digest)
 
 
 def _judged(checks: tuple[Check, ...], *, audited: bool, reward: float | None, verifier: Verifier | None) -> Judged:

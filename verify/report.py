@@ -1,14 +1,18 @@
-"""A verdict for people and for scripts, and whether two verdicts agree (SPEC 14).
+"""Verdicts for people and for scripts, whether two of them agree (SPEC 14), and calibrations for people.
 
-Not here: reaching a verdict (audit.py).
+Not here: reaching a verdict (judge.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol import identity
+from protocol.calibration import Calibration
+from protocol.limits import NODE_EVIDENCE_NATS, PROOF_CHUNK_TOKENS
 from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
 
 
@@ -23,6 +27,8 @@ class Judged:
     reward: float | None
     verifier: Fingerprint
     detail: str = ""
+    calibration: bytes | None = None  # digest of the one it was judged by
+    scores: tuple[float, ...] = ()  # SPEC 10.8
 
 
 def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
@@ -72,6 +78,8 @@ def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, An
             }
             for check in ours.checks
         ],
+        "calibration": None if ours.calibration is None else ours.calibration.hex(),
+        "scores": list(ours.scores),
         "verifier": {name: getattr(ours.verifier, name) for name in ("software", "engine", "dtype", "device")},
         "trainer": None
         if theirs is None
@@ -104,8 +112,8 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
         table.add_row(check.name, outcome, _number(check.value), _number(check.limit), span, Text(check.detail))
     console = Console(highlight=False, markup=False)
     console.print(table)
-    if skips:
-        console.print(f"not run, {skips[0].detail}: {', '.join(check.name for check in skips)}", style="dim")
+    for cause, names in _by_reason(skips):
+        console.print(f"not run, {cause}: {', '.join(names)}", style="dim")
     colour = {Outcome.ACCEPTED: "green", Outcome.REFUSED: "red", Outcome.NOT_JUDGED: "yellow"}[ours.outcome]
     reason = f" ({ours.reason}{': ' + ours.detail if ours.detail else ''})" if ours.reason else ""
     audited = "" if ours.audited or ours.outcome is not Outcome.ACCEPTED else " by the checks that need no model"
@@ -117,6 +125,37 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
         why = disagreement(ours, digest, theirs)
         said = f"{theirs.outcome}{f' ({theirs.reason})' if theirs.reason else ''}"
         console.print(f"trainer's verdict {said}: {'agrees' if why is None else why}")
+
+
+def print_calibration(calibration: Calibration) -> None:
+    """What was measured, and what follows from it."""
+    pair, sample, limits = calibration.pair, calibration.sample, calibration.limits
+    print(f"pair     {pair.worker_engine} {pair.worker_dtype} {pair.worker_device}, recomputed by", end=" ")
+    print(f"{pair.verifier_engine} {pair.verifier_dtype} {pair.verifier_device}")
+    print(f"policy   version {calibration.policy_version}, root {calibration.policy_root.hex()[:16]}…")
+    print(f"sample   {sample.traces} traces, {sample.tokens} tokens, {sample.chunks} chunks; ", end="")
+    print(f"{sample.mismatches} tokens with a margin above 0, logits' error {sample.sigma:.3g}")
+    print(f"{'':18} {'half':>9} {'90 %':>9} {'99 %':>9} {'99.9 %':>9} {'largest':>9} {'limit':>9}")
+    rows = (
+        ("margin", sample.margins, limits.margin_hard),
+        ("logprob", sample.logprobs, limits.logprob_tolerance),
+        ("exponents", sample.exponents, limits.exponent_mismatches),
+        ("mantissa mean", sample.mantissa_means, limits.mantissa_mean),
+        ("mantissa median", sample.mantissa_medians, limits.mantissa_median),
+    )
+    for name, quantiles, limit in rows:
+        print(f"{name:18} {' '.join(f'{each:9.3g}' for each in (*quantiles, limit))}")
+    alternatives = len(calibration.margins.alternatives) + len(calibration.proofs.alternatives)
+    chunks = math.ceil((NODE_EVIDENCE_NATS + math.log(alternatives)) / sample.int8_nats)
+    print(f"int8     {sample.int8_nats:.3g} nats a chunk: told after {chunks} chunks of {PROOF_CHUNK_TOKENS} tokens")
+
+
+def _by_reason(skips: Sequence[Check]) -> list[tuple[str, list[str]]]:
+    """The names of skipped checks under each reason, in order."""
+    found: dict[str, list[str]] = {}
+    for check in skips:
+        found.setdefault(check.detail, []).append(check.name)
+    return list(found.items())
 
 
 def _number(value: float | None) -> str:

@@ -24,9 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from protocol.calibration import Limits
 from protocol.errors import EngineError, UsageError
 from protocol.noise import MAX_U, Words, gumbel, hash_prefixes, hashes, token_keys, tokens_from, unhash
-from verify.thresholds import Judgement, Limits, at_temperature
+from verify.thresholds import Judgement, at_temperature
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]

@@ -1,27 +1,15 @@
-"""The limits evidence is judged by, with the measurement behind each number.
+"""The limits evidence is judged by where a pair of engines has no calibration, with the measurement behind each
+number. A calibration may lower them for its pair and never raises them.
 
-Fixed and documented here, for pairs of engines that were measured. Not here: the measuring of a pair
-(calibration), or the statistics behind a check (sampling.py, toploc.py).
+Not here: the measuring of a pair (calibrate.py), or the statistics behind a check (sampling.py, toploc.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.calibration import Calibration, Limits
 from protocol.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How far a worker's evidence may be from ours. See `limits_for` for where each number comes from."""
-
-    margin_hard: float  # noised-logit units at temperature 1; the error of logits/T grows as 1/T
-    margin_budget: float  # positions above margin_hard in 4,096 tokens; a shorter trace has none
-    exponent_mismatches: float  # of 128 points of a chunk
-    sign_mismatches: float  # of 128 points of a chunk
-    mantissa_mean: float  # units in the last place of bfloat16, over points whose exponents agree
-    mantissa_median: float
-    logprob_tolerance: float  # nats, one token, at temperature 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +51,8 @@ def measured_dtypes() -> tuple[str, ...]:
 
 
 def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
-    """The limits for a worker and a verifier of these dtypes ("float32", "bfloat16").
+    """The limits for a worker and a verifier of these dtypes ("float32", "bfloat16"), and the ceilings of what a
+    calibration of such a pair may allow (SPEC 10.6).
 
     Raises UsageError for a pair nobody measured: a limit guessed too tight refuses honest nodes.
     Measured on SmolLM2-135M, chunks of 32 tokens, temperature 1.
@@ -90,6 +79,20 @@ def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
             f"no limits were measured for a {worker_dtype} worker audited in {verifier_dtype} "
             f"(measured: {measured}); audit in the worker's dtype"
         ) from None
+
+
+def above_ceilings(calibration: Calibration) -> str | None:
+    """Which limit of a calibration is above the ceiling for its dtypes, in words; None when none is.
+
+    Raises UsageError for dtypes without ceilings.
+    """
+    ceilings = limits_for(calibration.pair.worker_dtype, calibration.pair.verifier_dtype)
+    for name in Limits.__slots__:
+        limit, ceiling = getattr(calibration.limits, name), getattr(ceilings, name)
+        # Not `>`: a limit that is not a number is above every ceiling.
+        if not limit <= ceiling:
+            return f"{name} {limit:g}, at most {ceiling:g}"
+    return None
 
 
 def at_temperature(limit: float, temperature: float) -> float:
