@@ -128,13 +128,13 @@ class Verdict:
 
 
 def may_replace(later: Verdict, earlier: Verdict) -> bool:
-    """SPEC 8.8: whether a trainer may give `later` on a trace it gave `earlier` on. The last case is a re-audit:
-    whether the node asked for one, and once, the two verdicts do not say."""
+    """SPEC 8.8: whether a trainer may give `later` on a trace it gave `earlier` on. One case is a re-audit: whether
+    the node asked for one, and once, the two verdicts do not say."""
     if earlier.outcome is Outcome.NOT_JUDGED:
         return True
     if not later.audited or later.outcome is Outcome.NOT_JUDGED:
         return False
-    return not earlier.audited or earlier.outcome is Outcome.REFUSED
+    return not earlier.audited or earlier.outcome is Outcome.REFUSED or later.reason is Reason.NODE_EVIDENCE
 
 
 def check_verdict(verdict: Verdict) -> None:

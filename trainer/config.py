@@ -14,6 +14,7 @@ from pathlib import Path
 
 from protocol import limits
 from protocol.errors import UsageError
+from verify.standing import LEAST_FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class TrainerConfig:
     slot_attempts: int = 4  # leases of one slot before its group is given up
     open_groups: int = 48  # groups being drawn at once; bounds the staleness that waiting adds
 
-    # audit (SPEC 10.6)
-    audit_rate: float = 0.25  # share of a trusted node's traces that are recomputed
-    audit_first: int = 32  # traces of a new node that are all recomputed
+    # audit (SPEC 10.7)
+    audit_floor: float = 0.05  # least share of a node's traces that are recomputed, however many passed
+    audit_first: int = 32  # audits of a new node, or after a failed one, before fewer are recomputed
     auditors: int = 1  # auditor processes
     auditor_batch_tokens: int = 16384  # tokens in one prefill batch
     auditor_seconds: float = 600.0  # an auditor that takes longer for one batch is ended; reading a policy counts
@@ -91,8 +92,10 @@ class TrainerConfig:
             raise UsageError(f"config: group_size must be from 2 to {limits.MAX_GROUP_SIZE}")
         if self.max_tokens > limits.MAX_TRACE_TOKENS:
             raise UsageError(f"config: max_tokens may be at most {limits.MAX_TRACE_TOKENS}")
-        if not 0.0 < self.audit_rate <= 1.0:
-            raise UsageError("config: audit_rate must be above 0 and at most 1: without audits nothing is verified")
+        if not 0.0 < self.audit_floor <= 1.0:
+            raise UsageError("config: audit_floor must be above 0 and at most 1: without audits nothing is verified")
+        if self.audit_first < LEAST_FIRST:
+            raise UsageError(f"config: audit_first must be at least {LEAST_FIRST}: fewer audits say nothing of a node")
         if self.keep_policies <= self.staleness_limit + 1:
             raise UsageError("config: keep_policies must be above staleness_limit + 1, or audits lack their policy")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Final
 
@@ -23,6 +23,7 @@ from protocol.environments import base
 from protocol.errors import EnvironmentFault, LocalError, PolicyError
 from protocol.identity import Identity, peer_id
 from protocol.lease import Lease
+from protocol.log import Draw
 from protocol.messages import Submitted
 from protocol.run import EnvironmentShare
 from protocol.trace import Trace
@@ -39,10 +40,12 @@ from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig
 from trainer.ledger import GroupState, LeaseState, Ledger, NewSubmission, SlotState, SubmissionRow, SubmissionState
+from trainer.node_scores import NodeScores
+from trainer.pairs import pair_name, pair_of
 from trainer.shelf import Shelf
-from trainer.standing import audits_that_count, standing
+from trainer.standing import standing
 from verify.accounting import check_run, lease_findings
-from verify.check import CHEAP, DEAR, cheap_checks, not_reached, unaudited
+from verify.check import CHEAP, DEAR, cheap_checks, not_reached, unaudited, with_node
 from verify.draw import is_drawn
 from verify.finding import Finding, as_check, first_failure, passed, skipped
 
@@ -78,6 +81,9 @@ class Decision:
     checks: tuple[Check, ...]
     verdict: Signed | None
     fault: str = ""
+    draw: Draw | None = None  # where it was just decided whether to audit
+    calibration: bytes | None = None
+    scores: tuple[float, ...] = ()
 
 
 class Notary:
@@ -105,6 +111,8 @@ class Notary:
         audited: bool = False,
         reward: float | None = None,
         verifier: Fingerprint | None = None,
+        calibration: bytes | None = None,
+        scores: tuple[float, ...] = (),
     ) -> Signed:
         return seal(
             self._signer,
@@ -121,8 +129,8 @@ class Notary:
                 audited=audited,
                 reward=reward,
                 checks=checks,
-                calibration=None,
-                scores=(),
+                calibration=calibration,
+                scores=scores,
                 verifier=verifier or self.fingerprint,
                 judged_ms=time.time_ns() // 1_000_000,
             ),
@@ -207,6 +215,9 @@ class Inbox:
         return self._single_use(trace, lease, found[2]), lease
 
     def _single_use(self, trace: Trace, lease: Lease, state: LeaseState) -> Finding | None:
+        # SPEC 10.7: nothing of an epoch is taken once the value of its draws is out.
+        if lease.policy_version < self._ledger.sealed():
+            return Finding("deadline", Reason.LEASE_EXPIRED, f"the epoch of policy {lease.policy_version} is closed")
         # SPEC 10.1 step 3: a slot MUST be answered once, under the lease that holds it.
         if self._ledger.slot(lease.group_id, trace.slot) == (SlotState.LEASED, trace.lease_id):
             return None
@@ -235,6 +246,8 @@ class Inbox:
         if decision.fault:
             self._ledger.add_event(now_ms, "fault", decision.fault)
         checks = codec.encode(Checks(decision.checks))
+        if decision.draw is not None:
+            self._ledger.note_draw(row.sequence, row.node, decision.draw)
         if decision.verdict is None and row.reaudit is not None:
             self._ledger.end_reaudit(row.sequence, may_ask_again=row.died_of is None)
             return
@@ -250,18 +263,28 @@ class Inbox:
             checks=checks,
             verdict=codec.encode(decision.verdict),
             judged_ms=now_ms,
+            calibration=decision.calibration,
+            scores=decision.scores,
         )
         if row.reaudit is not None:
             name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
             self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")
         elif decision.audited and decision.state is SubmissionState.REFUSED:
-            held = self._ledger.quarantine(row.node)
-            self._ledger.add_event(
-                now_ms,
-                "audit",
-                f"node {peer_id(row.node)} failed an audit ({decision.reason}); {held} of its traces that were "
-                "accepted without one are audited now",
-            )
+            self._follow_up(decision, now_ms)
+
+    def _follow_up(self, decision: Decision, now_ms: int) -> None:
+        """SPEC 10.7: after a failed audit what the node handed in and is not yet learned from is looked at."""
+        row = decision.row
+        held = self._ledger.quarantine(row.node)
+        text = (
+            f"node {peer_id(row.node)} failed an audit ({decision.reason}); {held} of its traces that were accepted "
+            "without one are audited now"
+        )
+        if decision.reason is Reason.NODE_EVIDENCE:
+            # Each of them was within limits; together they are not, and none is better than the others.
+            again = self._ledger.judge_again(row.node, row.policy_version)
+            text += f", {again} that passed one under policy version {row.policy_version} are judged again"
+        self._ledger.add_event(now_ms, "audit", text)
 
 
 def _opened(signed: bytes | None) -> Signed | None:
@@ -306,11 +329,17 @@ class Examiner:
         self._environments = {
             (share.name, share.parameters): base.load(share.name, share.parameters) for share in environments
         }
+        self._scores = NodeScores(ledger)
+        self._seen = 0
+        self._pairs: set[str] = set()
         self._rates: dict[bytes, float] = {}
         self._states: dict[bytes, GroupState] = {}
 
     def begin(self) -> None:
         """A new batch: what was read of the ledger for the last one may have changed."""
+        self._seen = self._ledger.last_verdict()
+        self._pairs = self._ledger.calibrated_pairs()
+        self._scores.begin()
         self._rates.clear()
         self._states.clear()
 
@@ -338,16 +367,23 @@ class Examiner:
         )
         if result.reason is not None:
             return self._judged(row, trace, result.reason, result.checks, not_reached())
-        if self._is_drawn(row):
-            return Decision(row, SubmissionState.AUDIT, None, False, result.reward, result.checks, None)
-        return self._judged(row, trace, None, result.checks, unaudited(), reward=result.reward)
+        draw = self._draw(row, trace)
+        if draw.drawn:
+            return Decision(row, SubmissionState.AUDIT, None, False, result.reward, result.checks, None, draw=draw)
+        decision = self._judged(row, trace, None, result.checks, unaudited(), reward=result.reward)
+        return replace(decision, draw=draw)
 
-    def _is_drawn(self, row: SubmissionRow) -> bool:
-        """SPEC 10.7. The receipt was signed and handed out before this."""
+    def _draw(self, row: SubmissionRow, trace: Trace) -> Draw:
+        """SPEC 10.7. The receipt was signed and handed out before this. Follows from the verdicts up to `seen` alone:
+        the judge has all it decided before written down first."""
         if row.node not in self._rates:
-            audits = self._ledger.latest_audits(row.node, audits_that_count(self._config))
+            audits = self._ledger.latest_audits(row.node, self._seen)
             self._rates[row.node] = standing(audits, self._config).rate
-        return is_drawn(self._epoch(row.policy_version), row.digest, self._rates[row.node])
+        # SPEC 10.7 item 2: nothing of a pair that was not measured is believed unseen.
+        known = pair_name(pair_of(trace.engine, self._config)) in self._pairs
+        rate = self._rates[row.node] if known else 1.0
+        drawn = is_drawn(self._epoch(row.policy_version), row.digest, rate)
+        return Draw(self._seen, self._config.audit_floor, rate, drawn)
 
     def conclude(self, row: SubmissionRow) -> Decision:
         """The verdict that follows from an auditor's answer."""
@@ -363,15 +399,18 @@ class Examiner:
                 return Decision(row, SubmissionState.REFUSED, result.fault, False, None, cheap, None, fault)
             dear = tuple(skipped(name, "not judged") for name in DEAR)
             return self._judged(row, trace, result.fault, cheap, dear, verifier=result.verifier, fault=fault)
-        failure = first_failure(result.checks)
+        # SPEC 10.8: what this trace says together with all that the node drew under this policy.
+        before = self._scores.before(row.node, row.policy_version, row.digest, result.calibration)
+        dear = with_node(result.checks, result.scores, before)
+        failure = first_failure(dear)
         reason = None if failure is None else failure.reason
-        if reason is not None:
-            # Not yet in the ledger, but what else this batch holds of the node is audited already.
-            self._rates[row.node] = 1.0
         reward = row.reward if reason is None else None
-        return self._judged(
-            row, trace, reason, cheap, result.checks, audited=True, reward=reward, verifier=result.verifier
-        )
+        decision = self._judged(
+            row, trace, reason, cheap, dear, audited=True, reward=reward, verifier=result.verifier,
+            calibration=result.calibration, scores=result.scores,
+        )  # fmt: skip
+        self._scores.add(row.node, row.policy_version, row.digest, result.calibration, result.scores)
+        return decision
 
     def abandon(self, row: SubmissionRow) -> Decision:
         """An audit whose group was dropped meanwhile is not needed any more."""
@@ -390,12 +429,17 @@ class Examiner:
         reward: float | None = None,
         verifier: Fingerprint | None = None,
         fault: str = "",
+        calibration: bytes | None = None,
+        scores: tuple[float, ...] = (),
     ) -> Decision:
         verdict = self._notary.verdict(
-            trace, row.digest, row.node, reason, cheap + dear, audited=audited, reward=reward, verifier=verifier
-        )
+            trace, row.digest, row.node, reason, cheap + dear, audited=audited, reward=reward, verifier=verifier,
+            calibration=calibration, scores=scores,
+        )  # fmt: skip
         state = SubmissionState(_outcome(reason))
-        return Decision(row, state, reason, audited, reward, cheap, verdict, fault)
+        return Decision(
+            row, state, reason, audited, reward, cheap, verdict, fault, calibration=calibration, scores=scores
+        )
 
     def _unjudged(self, row: SubmissionRow, trace: Trace, reason: Reason, fault: str = "") -> Decision:
         cheap = tuple(skipped(name, "not judged") for name in CHEAP)

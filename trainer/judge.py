@@ -16,7 +16,7 @@ from typing import Final
 from protocol.errors import StorageError
 from trainer.clerk import Clerk
 from trainer.inbox import Decision, Examiner, Inbox
-from trainer.ledger import Ledger, SubmissionState
+from trainer.ledger import Ledger, SubmissionRow, SubmissionState
 
 _BATCH: Final = 64  # submissions decided before their verdicts are written
 _LOOK_SECONDS: Final = 1.0  # also looked at without being woken
@@ -68,25 +68,26 @@ class Judge:
                 self._on_death(error)
 
     def _turn(self) -> int:
-        """Decide about one batch; how many."""
-        decisions = self._decisions()
+        """Decide about one batch of each kind; how many.
+
+        What audits found is written down before anything is drawn: a draw follows from the verdicts in the ledger.
+        """
+        examiner, waiting = self._examiner, self._ledger.submissions
+        return (
+            self._part(waiting(SubmissionState.AUDITED, _BATCH), examiner.conclude)
+            + self._part(waiting(SubmissionState.RECEIVED, _BATCH), examiner.examine)
+            + self._part(self._ledger.abandoned_audits(_BATCH), examiner.abandon)
+        )
+
+    def _part(self, rows: list[SubmissionRow], decide: Callable[[SubmissionRow], Decision]) -> int:
+        if not rows:
+            return 0
+        self._examiner.begin()
         try:
-            self._write(decisions)
+            self._write([decide(row) for row in rows])
         except StorageError:
             time.sleep(_STORAGE_SECONDS)
-        return len(decisions)
-
-    def _decisions(self) -> list[Decision]:
-        self._examiner.begin()
-        waiting = self._ledger.submissions
-        decisions = []
-        for row in waiting(SubmissionState.AUDITED, _BATCH):
-            decisions.append(self._examiner.conclude(row))
-        for row in waiting(SubmissionState.RECEIVED, _BATCH):
-            decisions.append(self._examiner.examine(row))
-        for row in self._ledger.abandoned_audits(_BATCH):
-            decisions.append(self._examiner.abandon(row))
-        return decisions
+        return len(rows)
 
     def _write(self, decisions: list[Decision]) -> None:
         now_ms = time.time_ns() // 1_000_000

@@ -21,7 +21,7 @@ from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choo
 from trainer.ledger import GroupRow, GroupState, LeaseState, Ledger, OpenSlot
 from trainer.rundir import Run
 from trainer.shelf import Shelf
-from trainer.standing import audits_that_count, standing
+from trainer.standing import standing
 from trainer.stock import Stock
 
 ASKED_SECONDS: Final = 30.0  # a node that asked so lately counts as one that wants work
@@ -55,7 +55,7 @@ class Leasing:
 
     def lease(self, node: bytes, request: GetLeases, connected: Collection[bytes], now_ms: int) -> LeasesReply:
         """What a node gets now, signed and in the ledger."""
-        audits = self._ledger.latest_audits(node, audits_that_count(self._config))
+        audits = self._ledger.latest_audits(node, self._ledger.last_verdict())
         on_probation = standing(audits, self._config).on_probation
         self._asks[node] = Ask(now_ms, frozenset(request.versions), on_probation)
         asking = Asking(node, request.slots, frozenset(request.versions), self._ledger.leased_slots(node), on_probation)
@@ -164,6 +164,9 @@ class Leasing:
         return root
 
     def _sign(self, node: bytes, group: GroupRow, slots: tuple[int, ...], now_ms: int) -> Signed:
+        # SPEC 10.7: nothing of an epoch is leased once the value of its draws is out.
+        if group.policy_version < self._ledger.sealed():
+            raise Refused(Code.NOT_FOUND, f"the epoch of policy {group.policy_version} is closed: fetch the latest")
         seeds = {row.slot: row.seed for row in self._ledger.slots_of(group.group_id)}
         lease = Lease(
             run=self._run.run,

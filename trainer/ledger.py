@@ -812,10 +812,13 @@ class Ledger:
                 "claimed_by = NULL, reaudit = ? WHERE sequence = ?",
                 (kept, reason, reward, checks, Reaudit.DONE if again else None, submission.sequence),
             )
-            self._count_audit(submission, audited, state)
-            self.add_verdict(
-                submission.node, submission.digest, state, reason, audited, judged_ms, verdict, calibration, scores
-            )
+            # SPEC 8.8: what passed an audit, is judged again and passes again keeps its verdict.
+            newest = self._newest_verdict(submission.digest, submission.node)
+            if again or not accepted or newest != (SubmissionState.ACCEPTED, True):
+                self._count_audit(submission, audited, state)
+                self.add_verdict(
+                    submission.node, submission.digest, state, reason, audited, judged_ms, verdict, calibration, scores
+                )
             if not again:
                 self._settle_slot(submission, accepted)
             self._complete(submission.group_id)
@@ -1252,8 +1255,10 @@ class Ledger:
             (node, version, after),
         )
         return [
-            ScoredVerdict(*row[:3], () if row[3] is None else tuple(np.frombuffer(row[3], dtype="<f8").tolist()))
-            for row in rows
+            ScoredVerdict(
+                sequence, digest, calibration, () if raw is None else tuple(np.frombuffer(raw, "<f8").tolist())
+            )
+            for sequence, digest, calibration, raw in rows
         ]
 
     def audit_record(self, node: bytes) -> tuple[int, int]:

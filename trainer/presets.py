@@ -35,7 +35,6 @@ SMOLLM2: Final[Mapping[str, Any]] = MappingProxyType(
         "max_tokens": 64,
         "lease_seconds": 180.0,
         "open_groups": 8,
-        "audit_rate": 0.25,
         "audit_first": 8,
         "auditor_batch_tokens": 2048,
         "learning_rate": 1e-5,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import numpy as np
 import trio
 
 from protocol import codec, limits, messages
+from protocol.calibration import Alternative, Calibration, Pair, Sample, ScoreTable
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.environments.tools import ANSWER, CALL, Tools8, task
@@ -32,12 +34,15 @@ from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 from protocol.verdict import CheckOutcome, Fingerprint, Reason, Verdict
 from trainer.audit_result import AuditResult
 from trainer.gateway import Gateway
-from trainer.ledger import Ledger
+from trainer.judge import Judge
+from trainer.ledger import CalibrationRow, Ledger, SubmissionState
 from trainer.office import Office, open_office
+from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run
 from verify.check import DEAR
 from verify.finding import Finding, as_check, passed, skipped
 from verify.structure import policy_shape
+from verify.thresholds import limits_for
 from verify.toploc import build_proofs
 
 T = TypeVar("T")
@@ -220,6 +225,45 @@ class Trainer:
         for row in rows:
             self.ledger.finish_audit(row.sequence, codec.encode(audit_result(reason)), None)
         return len(rows)
+
+
+def trust(trainer: Trainer, client: Client, audits: int) -> None:
+    """Let a node have passed so many audits before."""
+    with trainer.ledger.write():
+        for number in range(audits):
+            digest = hashlib.sha256(f"{client.who.peer_id} {number}".encode()).digest()
+            trainer.ledger.add_verdict(client.who.node, digest, SubmissionState.ACCEPTED, None, True, 0, b"")
+    client.cursor = trainer.ledger.last_verdict()
+
+
+def calibrate(trainer: Trainer, engine: EngineDescriptor = ENGINE, **changes: Any) -> bytes:
+    """Let the pair of this engine and the trainer's auditors be calibrated; the calibration's digest."""
+    pair = pair_of(engine, trainer.run.config)
+    calibration = replace(made_up_calibration(trainer.run, pair), **changes)
+    signed = seal(trainer.office.signer, calibration)
+    row = CalibrationRow(signed.digest, pair_name(pair), 0, 0, signed.payload, codec.encode(signed))
+    trainer.ledger.add_calibration(row)
+    return signed.digest
+
+
+def made_up_calibration(run: Run, pair: Pair) -> Calibration:
+    """As if measured on a run's first policy: one alternative a table, and limits as of float32."""
+    table = ScoreTable((0.5,), (Alternative("off", (-0.5, 0.25)),))
+    quantiles = (0.0, 0.0, 0.0, 0.0, 0.01)
+    sample = Sample(200, 8_000, 250, 0, 0.0, quantiles, quantiles, quantiles, quantiles, quantiles, 3.0)
+    return Calibration(
+        run.run, 0, run.genesis.first_policy_root, pair, limits_for(pair.worker_dtype, pair.verifier_dtype),
+        table, table, sample, 1_700_000_000_000,
+    )  # fmt: skip
+
+
+@contextmanager
+def held(judge: Judge) -> Iterator[None]:
+    """The judge begins nothing until the block ends, and then finds all of it."""
+    gate, turn = threading.Event(), judge._turn
+    judge._turn = lambda: turn() if gate.wait(30) else 0  # type: ignore[method-assign]
+    yield
+    gate.set()
 
 
 def audit_result(reason: Reason | None = None) -> AuditResult:

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import trio
 
+import trainer.inbox
 import trainer.office
 from protocol import codec, limits, messages
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
 from protocol.errors import Code, ConnectionLost, Refused
 from protocol.lease import SeedInput, slot_seed
+from protocol.log import Draw
 from protocol.messages import Version
 from protocol.net.session import Session
 from protocol.policy import Manifest, check_manifest
@@ -32,10 +34,13 @@ from tests.trainer.scripted_node import (
     Script,
     Trainer,
     audit_result,
+    calibrate,
     dialled,
+    held,
     identity_of,
     on_trio,
     trainer_at_work,
+    trust,
 )
 from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
@@ -45,11 +50,11 @@ from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
 from verify.draw import is_drawn
 from verify.finding import Finding, as_check
+from verify.standing import newest_audits, rate, sampling_rate
 
 SHARES = (EnvironmentShare("tools8@1", "", 1),)
 SETTINGS: dict[str, Any] = {
     "group_size": 4, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64,
-    "audit_first": 0, "audit_rate": 1e-9,
 }  # fmt: skip
 
 
@@ -72,8 +77,11 @@ MakeRun = Callable[..., Run]
 
 
 @pytest.fixture
-def make_run(tmp_path: Path, template: Path) -> MakeRun:
-    def make(**settings: Any) -> Run:
+def make_run(tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRun:
+    """`audits`: new nodes are audited, as they must be; without, most of the gateway is tested with less ado."""
+
+    def make(*, audits: bool = False, **settings: Any) -> Run:
+        monkeypatch.setattr(trainer.inbox, "is_drawn", is_drawn if audits else lambda *_: False)
         path = tmp_path / "run"
         shutil.copytree(template, path)
         write_config(TrainerConfig(**{**SETTINGS, **settings}), path / "config.toml")
@@ -588,34 +596,100 @@ async def test_a_trace_of_a_group_that_was_given_up_is_not_judged(make_run: Make
 # --- audits ---
 
 
+def draws(trainer: Trainer) -> dict[bytes, Draw | None]:
+    """The recorded draws, by trace digest."""
+    columns = "draw_seen, draw_floor, draw_rate, drawn"
+    return {
+        row["digest"]: None
+        if row["drawn"] is None
+        else Draw(row["draw_seen"], row["draw_floor"], row["draw_rate"], bool(row["drawn"]))
+        for row in trainer.ledger.view(f"SELECT digest, {columns} FROM submissions")
+    }
+
+
 @on_trio
-async def test_a_new_node_is_audited_in_full_and_the_draw_can_be_repeated_later(
-    make_run: MakeRun, script: Script
-) -> None:
-    run = make_run(audit_first=2, audit_rate=0.5)
+async def test_a_new_node_is_audited_in_full(make_run: MakeRun, script: Script) -> None:
+    run = make_run(audits=True, audit_first=8)
     async with trainer_at_work(run) as trainer, trainer.node() as client:
-        leases = await client.leases(16)
-        slots = iter([(lease, slot.index) for lease in leases for slot in lease.slots])
-        for _ in range(2):
-            await client.submit(script.trace(*next(slots)))
-        while trainer.ledger.waiting_audits() < 2:
+        calibrate(trainer)
+        slots = [(lease, slot.index) for lease in await client.leases(16) for slot in lease.slots]
+        for place in slots[:8]:
+            await client.submit(script.trace(*place))
+        while trainer.ledger.waiting_audits() < 8:
             await client.beat()
-        assert trainer.audit() == 2
-        verdicts = await client.verdicts(2)
+        assert trainer.audit() == 8
+        verdicts = await client.verdicts(8)
         assert all(verdict.audited and verdict.outcome is Outcome.ACCEPTED for verdict in verdicts)
         assert verdicts[0].verifier.dtype == "float32"
-        chain = AuditChain(load_secrets(run).audit)
-        later = [script.trace(*place) for place in slots]
-        for trace in later:
-            await client.submit(trace)
-        drawn = {
-            seal(client.who, trace).digest: is_drawn(chain.value(0), seal(client.who, trace).digest, 0.5)
-            for trace in later
-        }
-        unaudited = await client.verdicts(list(drawn.values()).count(False))
-        assert {verdict.trace_digest for verdict in unaudited} == {d for d, is_in in drawn.items() if not is_in}
-        while trainer.ledger.waiting_audits() < list(drawn.values()).count(True):
+        assert set(draws(trainer).values()) == {Draw(0, 0.05, 1.0, True)}
+        await client.submit(script.trace(*slots[8]))
+        while len(found := set(draws(trainer).values()) - {None}) < 2:
             await client.beat()
+        (last,) = found - {Draw(0, 0.05, 1.0, True)}
+        assert last is not None and (last.seen, last.floor, last.rate) == (8, 0.05, rate(8, 0, 0.05))
+
+
+@on_trio
+async def test_a_draw_can_be_repeated_from_what_the_ledger_says_of_it(make_run: MakeRun, script: Script) -> None:
+    run = make_run(audits=True)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        calibrate(trainer)
+        trust(trainer, client, 100)
+        traces = [script.trace(lease, slot.index) for lease in await client.leases(16) for slot in lease.slots]
+        for trace in traces:
+            await client.submit(trace)
+        verdicts = []
+        while None in draws(trainer).values():
+            verdicts += await client.beat()
+        value = AuditChain(load_secrets(run).audit).value(0)
+        audits = newest_audits([(bytes([number]) * 32, True, Outcome.ACCEPTED) for number in range(100)])
+        for digest, draw in draws(trainer).items():
+            assert draw is not None and draw.seen >= 100
+            assert draw.rate == sampling_rate(audits, run.config.audit_first, draw.floor)
+            assert draw.drawn is is_drawn(value, digest, draw.rate)
+        drawn = [draw.drawn for draw in draws(trainer).values() if draw is not None]
+        assert len(drawn) == 16 and trainer.ledger.waiting_audits() == drawn.count(True)
+        verdicts += await client.verdicts(drawn.count(False) - len(verdicts))
+        assert {verdict.audited for verdict in verdicts} == {False}
+        node = trainer.ledger.view("SELECT rate FROM nodes")[0]
+        assert node["rate"] == pytest.approx(0.47, abs=0.005)
+
+
+@on_trio
+async def test_a_trusted_node_is_audited_in_full_while_its_pair_of_engines_is_not_calibrated(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
+        calibrate(trainer, dataclasses.replace(ENGINE, name="another"))
+        trust(trainer, client, 400)
+        (lease,) = await client.leases(4)
+        for slot in range(4):
+            await client.submit(script.trace(lease, slot))
+        while trainer.ledger.waiting_audits() < 4:
+            await client.beat()
+        assert {draw.rate for draw in draws(trainer).values() if draw is not None} == {1.0}
+
+
+@on_trio
+async def test_what_an_audit_found_counts_for_every_draw_after_it(make_run: MakeRun, script: Script) -> None:
+    """A failed audit and a new trace that wait for the judge together: the trace is drawn by the failure."""
+    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
+        calibrate(trainer)
+        slots = [(lease, slot.index) for lease in await client.leases(8) for slot in lease.slots]
+        await client.submit(script.trace(*slots[0]))
+        while trainer.ledger.waiting_audits() == 0:
+            await client.beat()
+        trust(trainer, client, 400)
+        judge = trainer.office.judge
+        with held(judge):
+            trainer.audit(Reason.MARGIN)
+            for place in slots[1:]:
+                await client.submit(script.trace(*place))
+        while trainer.ledger.waiting_audits() < len(slots) - 1:
+            await client.beat()
+        later = [draw for draw in draws(trainer).values() if draw is not None and draw.seen]
+        assert {(draw.rate, draw.drawn) for draw in later} == {(1.0, True)}
+        assert all(draw.seen >= 401 for draw in later), "the failure is the 401st verdict"
 
 
 @on_trio
@@ -644,7 +718,7 @@ async def test_a_failed_audit_refuses_the_trace_and_sends_what_was_trusted_to_au
 async def test_a_node_that_failed_an_audit_is_audited_in_full_and_gets_little_work(
     make_run: MakeRun, script: Script
 ) -> None:
-    run = make_run(audit_first=3, audit_rate=1e-9)
+    run = make_run(audits=True)
     async with trainer_at_work(run) as trainer, trainer.node("cheater") as cheater, trainer.node("honest") as honest:
         (lease,) = (await cheater.leases(1))[:1]
         await cheater.submit(script.trace(lease, lease.slots[0].index))
@@ -660,7 +734,7 @@ async def test_a_node_that_failed_an_audit_is_audited_in_full_and_gets_little_wo
 
 @on_trio
 async def test_an_auditor_that_could_not_judge_costs_the_node_nothing(make_run: MakeRun, script: Script) -> None:
-    async with trainer_at_work(make_run(audit_rate=1.0)) as trainer, trainer.node() as client:
+    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
         (lease,) = await client.leases(1)
         await client.submit(script.trace(lease, 0))
         while not (rows := trainer.ledger.claim_audits("auditor-0", 0, 10)):
@@ -674,7 +748,7 @@ async def test_an_auditor_that_could_not_judge_costs_the_node_nothing(make_run: 
 
 @on_trio
 async def test_an_audit_of_a_group_that_was_given_up_is_not_waited_for(make_run: MakeRun, script: Script) -> None:
-    async with trainer_at_work(make_run(audit_rate=1.0)) as trainer, trainer.node() as client:
+    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
         (lease,) = await client.leases(1)
         await client.submit(script.trace(lease, 0))
         while trainer.ledger.waiting_audits() == 0:
@@ -688,7 +762,7 @@ async def test_an_audit_of_a_group_that_was_given_up_is_not_waited_for(make_run:
 
 @on_trio
 async def test_leases_receipts_and_verdicts_outlive_the_gateway(make_run: MakeRun, script: Script) -> None:
-    run = make_run(audit_rate=1.0)
+    run = make_run(audits=True)
     async with trainer_at_work(run) as trainer, trainer.node() as client:
         (lease,) = await client.leases(3)
         first = seal(client.who, script.trace(lease, 0))

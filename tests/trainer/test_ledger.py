@@ -102,9 +102,11 @@ def test_the_latest_audits_of_a_node_come_newest_first(ledger: Ledger) -> None:
     ):
         ledger.add_verdict(NODE, bytes([number]) * 32, outcome, None, True, number, b"")
     ledger.add_verdict(NODE, b"u" * 32, SubmissionState.REFUSED, "STRUCTURE", False, 9, b"")
-    assert ledger.latest_audits(NODE, 10) == [True, False, True]
-    assert ledger.latest_audits(NODE, 1) == [True]
-    assert ledger.latest_audits(OTHER, 10) == []
+    last = ledger.last_verdict()
+    assert ledger.latest_audits(NODE, last) == [True, False, True]
+    assert ledger.latest_audits(NODE, last - 2) == [False, True], "as it was before the last of them"
+    assert ledger.latest_audits(OTHER, last) == []
+    assert ledger.latest_audits(NODE, 0) == []
 
 
 def test_bodies_of_old_traces_are_forgotten_and_everything_else_is_kept(ledger: Ledger) -> None:
@@ -229,7 +231,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(UsageError, match="format 99, this rlcommons reads 2"):
+    with pytest.raises(UsageError, match="format 99, this rlcommons reads 3"):
         Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UsageError, match="rltrainer init"):
         Ledger(tmp_path / "none.sqlite")

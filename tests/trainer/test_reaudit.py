@@ -30,7 +30,7 @@ from trainer.serve import Supervisor, children_of
 from verify.finding import first_failure
 
 SETTINGS: dict[str, Any] = {
-    "group_size": 2, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64, "audit_rate": 1.0,
+    "group_size": 2, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64, "audit_floor": 1.0,
     "keep_traces": 1, "node_group_share": 1.0,
 }  # fmt: skip
 AGAIN = "auditor-second"
