@@ -144,7 +144,7 @@ class Auditor:
         for case, ours in zip(cases, found, strict=True):
             if not np.isfinite(ours.logprobs).all():
                 raise EngineError("recomputed logprobs are not finite")
-            checks = audit_checks(case.trace, case.lease, ours, limits_of_pair)
+            checks = audit_checks(case.trace, case.lease, ours, limits_of_pair).checks
             self._say_refusal(case, checks)
             answers.append(Answer(case.row.sequence, AuditResult(checks, with_what, None, ""), ours.logprobs))
         return answers
