@@ -10,7 +10,7 @@ noise.json
 toploc.json
     prove    tokens, hidden, states → proofs
     compare  tokens, hidden, states, proofs → one result a chunk; means to 1e-9
-    form     tokens, hidden, proofs → the reason's code
+    form     tokens, hidden, proofs → nothing, or the reason's code
 `states` are bfloat16 bits in hex, u16 big-endian, row by row; or {"seed", "change"}: the i-th value is
 (h(seed, 0, i) >> 16) & 0xBFFF, h of SPEC 10.2, then each index of `change` replaced by its value.
 """
@@ -196,13 +196,22 @@ def compare(values: list[int], proof: bytes) -> Entry:
 def toploc_file() -> Entry:
     valid: list[Entry] = []
     ties: States = {"seed": 21, "change": [[i, 0x3F00 | i % 2 << 15] for i in range(3, 512, 3)]}
+    zeros: States = {"seed": 25, "change": [[i, i % 4 << 14 & 0x8000] for i in range(160) if i % 5 < 2]}
+    twice: States = {"seed": 1, "change": [[i, 0x7F00 + i % 99] for i in (7, 7 + P, 60_000, 60_000 + P - 1)]}
     for name, comment, tokens, hidden, states in (
         ("one_chunk", "32 positions of 8 values", 32, 8, {"seed": 20}),
         ("ties", "170 values share the magnitude of the last rank: the lower indices", 32, 16, ties),
         ("tail", "one whole chunk and one of a single position", 33, 8, {"seed": 22}),
         ("few_values", "8 positions of 5 values: 40 points", 8, 5, {"seed": 23}),
         ("three_values", "one position of 3 values: 3 points", 1, 3, "3f80bf004040"),
+        ("one_value", "one position of one value: the value itself", 1, 1, "c0a0"),
+        ("a_zero_of_three", "one coefficient of three is zero, which a short proof may have", 1, 3, "000040403f80"),
+        ("unjudged", "7 positions, whose proof is as long as any and is not judged", 7, 64, {"seed": 26}),
+        ("zeros", "64 of 160 values are zeros of both signs: the lower indices fill the last 32 ranks", 8, 20, zeros),
         ("wide", "two indices are equal modulo 65497, so the modulus is smaller", 32, 4096, {"seed": WIDE_SEED}),
+        ("wide_apart", "131,072 values whose largest 65497 keeps apart", 32, 4096, {"seed": 3}),
+        ("wide_twice", "neither 65497 nor 65496 keeps the indices apart", 32, 4096, twice),
+        ("wide_tail", "a shorter chunk of more than 65497 values", 13, 5120, {"seed": 4}),
     ):
         values = expand(states, tokens * hidden)
         proofs = [prove(chunk) for chunk in chunks(values, hidden)]
@@ -225,13 +234,67 @@ def toploc_file() -> Entry:
         result = compare(expand(states, 256), proof)
         shape = {"tokens": 32, "hidden": 8, "states": states, "proofs": [proof.hex()]}
         valid.append({"name": name, "comment": comment, "op": "compare", **shape, "value": [result]})
-    return {"spec": SPEC, "section": "10.5", "valid": valid, "invalid": forms(proof)}
+    return {
+        "spec": SPEC,
+        "section": "10.5",
+        "valid": valid + well_formed(proof),
+        "invalid": malformed(proof) + without_proof(),
+    }
 
 
-def forms(proof: bytes) -> list[Entry]:
-    """Proofs of 32 positions of 8 values, each broken in one way by hand."""
+def well_formed(proof: bytes) -> list[Entry]:
+    """What is at the edge and still has the form of a proof."""
+    head, body = proof[:2], proof[2:]
+    kept: tuple[tuple[str, str, int, int, list[bytes]], ...] = (
+        ("none_needed", "no tokens, no proofs", 0, 8, []),
+        ("sixteen_zeros", "16 of 128 coefficients are zero", 32, 8, [head + body[:224] + bytes(32)]),
+        ("coefficient_highest", "a coefficient of 65496", 32, 8, [head + body[:-2] + bytes.fromhex("ffd8")]),
+        ("modulus_lowest", "2^15 + 1 over 131,072 values", 32, 4096, [bytes.fromhex("8001") + body]),
+        ("modulus_smaller", "65496 where indices may be above", 32, 4096, [bytes.fromhex("ffd8") + body]),
+        ("short_tail", "one position of 3 values after a whole chunk of 96", 33, 3, [head + body[:192], proof[:8]]),
+    )
+    return [
+        {"name": f"form_{name}", "comment": comment, "op": "form", "tokens": tokens, "hidden": hidden}
+        | {"proofs": [data.hex() for data in proofs], "value": None}
+        for name, comment, tokens, hidden, proofs in kept
+    ]
+
+
+def without_proof() -> list[Entry]:
+    """States that nothing can be committed to: an error, and never a proof."""
+    faults: tuple[tuple[str, str, int, int, States], ...] = (
+        ("nan", "a state is not a number", 32, 8, {"seed": 20, "change": [[200, 0x7FC0]]}),
+        ("infinity", "a state is infinite", 32, 8, {"seed": 20, "change": [[200, 0x7F80]]}),
+        (
+            "negative_infinity",
+            "a state of the last, short chunk is infinite",
+            33,
+            8,
+            {"seed": 20, "change": [[263, 0xFF80]]},
+        ),
+        ("small_nan", "a state of a chunk that is all points is not a number", 1, 3, "3f80ff814040"),
+        (
+            "all_zero_states",
+            "the polynomial would be zero",
+            32,
+            8,
+            {"seed": 20, "change": [[i, 0] for i in range(256)]},
+        ),
+        ("all_one_states", "it would be constant", 32, 8, {"seed": 20, "change": [[i, 0x3F80] for i in range(256)]}),
+        ("straight", "it would have degree 1", 1, 4, "0100010101020103"),
+    )
+    return [
+        {"name": name, "comment": comment, "op": "prove", "tokens": tokens, "hidden": hidden}
+        | {"states": states, "error": "ENGINE"}
+        for name, comment, tokens, hidden, states in faults
+    ]
+
+
+def malformed(proof: bytes) -> list[Entry]:
+    """Proofs of 32 positions of 8 values, and of a few shorter spans, each broken in one way by hand."""
     head, body = proof[:2], proof[2:]
     value, zero = bytes.fromhex("3f80"), bytes(2)
+    one, tail = proof, proof[:18]  # 33 positions of 8 values: 128 points and 8
     # name, comment, hidden size, proofs
     faults: tuple[tuple[str, str, int, list[bytes]], ...] = (
         ("none", "no proof at all", 8, []),
@@ -251,11 +314,23 @@ def forms(proof: bytes) -> list[Entry]:
         ("zero", "the zero polynomial", 8, [head + bytes(256)]),
         ("constant", "a constant polynomial", 8, [head + value + bytes(254)]),
         ("low_degree", "17 of 128 coefficients are zero", 8, [head + body[:222] + bytes(34)]),
+        ("modulus_zero_wide", "modulus 0 where indices may be above 65497", 4096, [zero + body]),
+        ("modulus_one", "modulus 1, under which all indices are one", 4096, [bytes.fromhex("0001") + body]),
     )
+    shorter: tuple[tuple[str, str, int, int, list[bytes]], ...] = (
+        ("tail_missing", "the last position has no proof", 33, 8, [one]),
+        ("tail_whole", "the last position's proof has 128 points of 8", 33, 8, [one, one]),
+        ("tail_first", "the two proofs are swapped", 33, 8, [tail, one]),
+        ("tail_modulus", "modulus 0 in the shorter proof alone", 33, 8, [one, zero + tail[2:]]),
+        ("few_degree", "2 of 8 coefficients are zero", 1, 8, [head + zero + body[:12] + zero]),
+        ("one_value_zero", "the only coefficient is zero", 1, 1, [head + zero]),
+        ("tokens_none", "a proof of no tokens", 0, 8, [one]),
+    )
+    every = [(name, comment, 32, hidden, proofs) for name, comment, hidden, proofs in faults] + list(shorter)
     return [
-        {"name": name, "comment": comment, "op": "form", "tokens": 32, "hidden": hidden}
+        {"name": name, "comment": comment, "op": "form", "tokens": tokens, "hidden": hidden}
         | {"proofs": [data.hex() for data in proofs], "error": "PROOF_FORM"}
-        for name, comment, hidden, proofs in faults
+        for name, comment, tokens, hidden, proofs in every
     ]
 
 

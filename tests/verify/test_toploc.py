@@ -67,6 +67,10 @@ def named(entries: list[dict[str, Any]], *ops: str) -> list[Any]:
 # --- against the outside, and against the vectors ---
 
 
+def test_the_published_example_names_its_source() -> None:
+    assert "Prime Intellect" in json.loads((VECTORS / "toploc_public_example.json").read_text())["source"]
+
+
 @pytest.mark.parametrize("chunk", PUBLISHED)
 def test_the_proofs_published_by_the_format_s_authors_come_out_byte_for_byte(chunk: dict[str, Any]) -> None:
     bits = from_hex(chunk["bits"], *chunk["shape"])
@@ -109,6 +113,15 @@ def test_a_malformed_proof_is_refused_for_its_fault(entry: dict[str, Any]) -> No
         "zero": "the polynomial is zero",
         "constant": "the polynomial is constant",
         "low_degree": "17 of 128 coefficients are zero",
+        "modulus_zero_wide": "modulus 0 is not in",
+        "modulus_one": "modulus 1 is not in",
+        "tail_missing": "1 proofs for 33 tokens, which need 2",
+        "tail_whole": "proof 1: 258 bytes, not 18",
+        "tail_first": "proof 0: 18 bytes, not 258",
+        "tail_modulus": "proof 1: modulus 0 is not in",
+        "few_degree": "2 of 8 coefficients are zero",
+        "one_value_zero": "the polynomial is zero",
+        "tokens_none": "1 proofs for 0 tokens, which need 0",
     }
     with pytest.raises(ProofError) as caught:
         check_form([bytes.fromhex(proof) for proof in entry["proofs"]], entry["tokens"], entry["hidden"])
@@ -116,10 +129,32 @@ def test_a_malformed_proof_is_refused_for_its_fault(entry: dict[str, Any]) -> No
     assert caught.value.code is Code.MALFORMED
 
 
-def test_the_wide_vector_really_has_a_smaller_modulus() -> None:
+@pytest.mark.parametrize("entry", named(ENTRIES["valid"], "form"))
+def test_what_is_only_just_a_proof_is_taken(entry: dict[str, Any]) -> None:
+    parsed = check_form([bytes.fromhex(proof) for proof in entry["proofs"]], entry["tokens"], entry["hidden"])
+    assert len(parsed) == len(entry["proofs"])
+
+
+@pytest.mark.parametrize("entry", named(ENTRIES["invalid"], "prove"))
+def test_where_no_proof_can_be_made_there_is_none_for_any_trace_of_the_batch(entry: dict[str, Any]) -> None:
+    good = bits_of(states(64, entry["hidden"]))
+    for batch in ([expand(entry)], [good, expand(entry)], [expand(entry), good]):
+        with pytest.raises(EngineError, match=r"no proof can be made|too uniform to commit to"):
+            build_many(batch)
+
+
+def test_the_wide_vectors_really_have_the_moduli_they_are_there_for() -> None:
+    proofs = {e["name"]: bytes.fromhex(e["value"][0]) for e in ENTRIES["valid"] if e["op"] == "prove"}
+    moduli = {name: int.from_bytes(proof[:2], "big") for name, proof in proofs.items() if name.startswith("wide")}
+    assert P > moduli["wide"] > moduli["wide_twice"] and moduli["wide_apart"] == P
+    assert parse_proof(proofs["wide"], 32 * 4096)[0] == moduli["wide"]
+
+
+def test_without_a_modulus_there_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = [e for e in ENTRIES["valid"] if e["name"] == "wide"]
-    modulus, _ = parse_proof(bytes.fromhex(entry["value"][0]), 32 * 4096)
-    assert modulus < P
+    monkeypatch.setattr("verify.toploc.PROOF_MIN_MODULUS_EXCLUSIVE", P - 1)  # the range the modulus is sought in
+    with pytest.raises(EngineError, match="no modulus keeps the indices"):
+        build_proofs(expand(entry))
 
 
 # --- the field ---
