@@ -30,7 +30,8 @@ INTERRUPTED: Final = 130
 _EXIT_CODES: Final = """\
 exit codes:
   0    done (join: stopped as asked)
-  1    join: the trainer refuses this node and waiting would not help; doctor: something must be done
+  1    join: the trainer refuses this node and waiting would not help; doctor: something must be done;
+       reaudit: the trainer says no
   2    wrong arguments, or an address or file that cannot be used
   3    a fault of this machine: disk, key file, engine
   130  interrupted a second time, before everything was sent
@@ -69,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("status", parents=[home, as_json], help="how the node of this home is doing")
 
+    reaudit = commands.add_parser(
+        "reaudit", parents=[home, as_json], help="have a trace that an audit refused audited again, once"
+    )
+    reaudit.add_argument("digest", metavar="DIGEST", help="first hex digits of the trace's digest (see verdicts.log)")
+
     key = commands.add_parser("key", help="show, back up or restore this node's identity")
     actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", parents=[home], help="print the node's id")
@@ -81,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    commands = {"join": _join, "doctor": _doctor, "status": _status, "key": _key}
+    commands = {"join": _join, "doctor": _doctor, "status": _status, "reaudit": _reaudit, "key": _key}
     try:
         return commands[options.command](options)
     except KeyboardInterrupt:
@@ -224,6 +230,32 @@ def _doctor(options: argparse.Namespace) -> int:
         print(finding.json() if options.json else finding.line(), flush=True)
         worst = max(worst, REFUSED if finding.needs_action else OK)
     return worst
+
+
+# --- reaudit ---
+
+
+def _reaudit(options: argparse.Namespace) -> int:
+    from node.display import json_lines, plain_lines
+    from node.reaudit import ask_alone, find_trace, hand_over
+    from node.store import Home, load_address, lock_holder, run_folder
+
+    home = _home(options)
+    address = load_address(home)
+    if address is None:
+        raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
+    folder = run_folder(home, address.run)
+    digest = find_trace(folder, options.digest)
+    if lock_holder(home) is not None:
+        answer = hand_over(home, folder, digest)
+    else:
+        with Home(home) as held:
+            identity, _ = held.load_or_make_identity()
+            report = json_lines(sys.stdout) if options.json else plain_lines(sys.stdout)
+            answer = ask_alone(address, identity, digest, report)
+    values = {"event": "reaudit", "trace": digest.hex(), "granted": answer.granted, "text": answer.text}
+    print(json.dumps(values) if options.json else answer.text)
+    return OK if answer.granted else REFUSED
 
 
 # --- key ---

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,13 +19,11 @@ from node.config import GIB
 from node.store import key_path, lock_holder, size_text
 from protocol import limits, messages
 from protocol.envelope import unseal
-from protocol.errors import Code, KeyFileError, NetError, RemoteError, UsageError
+from protocol.errors import KeyFileError, NetError, RemoteError, UsageError
 from protocol.identity import Identity, load_identity, peer_id
 from protocol.policy import Manifest
 from protocol.run import RunAddress, open_genesis
-from protocol.trace import EngineDescriptor
 
-_DIAL_SECONDS: Final = 15.0
 _PINNED: Final = ("rlcommons", "torch", "transformers", "tokenizers", "libp2p", "trio", "msgpack")
 _LEAST_DISK: Final = GIB  # for a policy of unknown size
 _LEAST_MEMORY: Final = GIB
@@ -174,7 +171,7 @@ def _trainer(home: Path, address: RunAddress | None, device: str) -> Iterator[Fi
         yield Finding("trainer", Level.ACT, "no address: rlnode doctor ADDRESS, or join a run first")
         return
     try:
-        welcome, ahead = greet(address, _who(home), _descriptor(device))
+        welcome, ahead = greet(address, _who(home), device)
     except NetError as error:
         yield Finding("trainer", Level.ACT, str(error))
         return
@@ -205,16 +202,7 @@ def _who(home: Path) -> Identity:
     return Identity.generate()
 
 
-def _descriptor(device: str) -> EngineDescriptor:
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        version = "none"
-    return EngineDescriptor("transformers", version, dtype, device, "reference")
-
-
-def greet(address: RunAddress, who: Identity, descriptor: EngineDescriptor) -> tuple[messages.Welcome, float]:
+def greet(address: RunAddress, who: Identity, device: str) -> tuple[messages.Welcome, float]:
     """Say hello and goodbye. Returns the answer and by how many seconds our clock is ahead.
 
     Raises NetError, RemoteError (the trainer refuses: the message says why), UsageError.
@@ -222,40 +210,14 @@ def greet(address: RunAddress, who: Identity, descriptor: EngineDescriptor) -> t
     import trio
 
     from node.failures import foremost
+    from node.visiting import visiting
+
+    async def look() -> tuple[messages.Welcome, float]:
+        async with visiting(address, who, device) as found:
+            return found.welcome, found.ahead
 
     with foremost():
-        return trio.run(_greet, address, who, descriptor)
-
-
-async def _greet(address: RunAddress, who: Identity, descriptor: EngineDescriptor) -> tuple[messages.Welcome, float]:
-    import trio
-
-    from node.session import hello_of
-    from protocol.net import p2p
-    from protocol.net.session import Session
-
-    async def refuse(body: bytes) -> bytes:
-        raise RemoteError(Code.UNEXPECTED_MESSAGE, "only looking")
-
-    async def ignore(body: bytes) -> None:
-        pass
-
-    async with p2p.open_host(who) as host:
-        stream = await host.open(address.dial, messages.SESSION_PROTOCOL, seconds=_DIAL_SECONDS)
-        session = Session(stream)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(session.run, refuse, ignore)
-            began = time.time()
-            body = await session.request(
-                messages.pack(hello_of(address.run, descriptor)),
-                seconds=limits.REQUEST_SECONDS,
-                what="greeting the trainer",
-            )
-            welcome = messages.expect(messages.Welcome, body)
-            ahead = (began + time.time()) / 2 - welcome.clock_ms / 1000
-            await session.close()
-            nursery.cancel_scope.cancel()
-    return welcome, ahead
+        return trio.run(look)
 
 
 def _clock(ahead: float) -> Finding:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import trio
 
+from node import reaudit
 from node.asking import FATAL, LATER, Asker
 from node.config import NodeConfig
 from node.failures import foremost
@@ -152,6 +153,7 @@ class TrainerLink:
                 await self._hello(asker)
                 for each in (self._heartbeats, self._ask_leases, self._submitter.run, self._return_leases):
                     nursery.start_soon(each, asker)
+                nursery.start_soon(reaudit.serve, self._store.folder, asker, self._report)
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + _GOODBYE_SECONDS):
                 await session.close()

@@ -6,6 +6,7 @@
                    leases/        leases not settled yet, by id
                    outbox/        signed traces without a receipt, by digest
                    refused/       the last traces a trainer refused on the spot
+                   asked/         re-audits asked for by `rlnode reaudit` (reaudit.py)
                    receipts.log · verdicts.log · cursor
 
 Every file appears whole under its name or not at all: written beside, flushed to the disk, renamed.
@@ -156,7 +157,7 @@ class Home:
 
     def run(self, run: bytes, config: NodeConfig) -> RunStore:
         """What this home holds of one run."""
-        return RunStore(self.folder / "runs" / run.hex()[:16], config)
+        return RunStore(run_folder(self.folder, run), config)
 
     def load_or_make_identity(self) -> tuple[identity.Identity, bool]:
         """The node's key, made on the first use (then True). A key that is there and cannot be used is an
@@ -172,6 +173,10 @@ class Home:
         made = identity.Identity.generate()
         identity.save_identity(made, path)
         return made, True
+
+
+def run_folder(home: Path, run: bytes) -> Path:
+    return home / "runs" / run.hex()[:16]
 
 
 def key_path(home: Path) -> Path:

@@ -5,7 +5,8 @@ Not here: judging (verify/).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import Any, Final
 
 from node.report import Event, Level, Report, Status
@@ -13,7 +14,7 @@ from node.store import RunStore
 from node.weights import keep_trying
 from protocol.envelope import Signed, unseal
 from protocol.errors import Code, RemoteError
-from protocol.verdict import Outcome, Verdict, check_verdict
+from protocol.verdict import Outcome, Verdict, check_verdict, may_replace
 
 _REMEMBERED: Final = 8_192  # a verdict comes along with a receipt and again by heartbeat
 
@@ -30,7 +31,7 @@ class Verdicts:
         self._store = store
         self._report = report
         self._status = status
-        self._counted: OrderedDict[bytes, None] = OrderedDict()
+        self._counted: OrderedDict[bytes, Verdict] = OrderedDict()
 
     def open(self, signed: Signed) -> Verdict:
         """Raises RemoteError when it is not the trainer's, or is not about this node."""
@@ -52,13 +53,17 @@ class Verdicts:
         await keep_trying(self._report, "the verdicts' log", self._store.note_verdicts, noted, cursor)
 
     def count(self, verdict: Verdict) -> None:
-        """Show a verdict, once."""
-        if verdict.trace_digest in self._counted:
-            return
-        self._counted[verdict.trace_digest] = None
+        """Show a verdict, once. One that replaces another (SPEC 8.8) is counted in its stead."""
+        values, reason = summary(verdict), str(verdict.reason)
+        earlier = self._counted.get(verdict.trace_digest)
+        small = replace(verdict, checks=(), scores=())
+        if earlier is not None:
+            if small == earlier or verdict.judged_ms < earlier.judged_ms:
+                return
+            self._uncount(small, earlier)
+        self._counted[verdict.trace_digest] = small
         if len(self._counted) > _REMEMBERED:
             self._counted.popitem(last=False)
-        values, reason = summary(verdict), str(verdict.reason)
         if verdict.outcome == Outcome.ACCEPTED:
             self._status.accepted += 1
             event = Event("verdict", "a trace was accepted", Level.DETAIL, values)
@@ -70,6 +75,18 @@ class Verdicts:
             self._status.not_judged[reason] += 1
             event = Event("verdict", f"a trace was not judged, {reason} (no fault of this node)", Level.INFO, values)
         self._report(event)
+
+    def _uncount(self, later: Verdict, earlier: Verdict) -> None:
+        if not may_replace(later, earlier):
+            text = f"the trainer changed a verdict that was final, from {earlier.outcome} to {later.outcome}"
+            trace = {"trace": earlier.trace_digest.hex()}
+            self._report(Event("verdict_changed", text, Level.WARNING, trace))
+        if earlier.outcome == Outcome.ACCEPTED:
+            self._status.accepted -= 1
+            return
+        counts = self._status.refused if earlier.outcome == Outcome.REFUSED else self._status.not_judged
+        counts.subtract([str(earlier.reason)])
+        counts += Counter()  # drops what is at 0
 
 
 def summary(verdict: Verdict) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import trio
 
+from node.store import run_folder, save_address
+from protocol import messages
 from protocol.errors import Code, RemoteError
 from protocol.identity import Identity, save_identity
 from protocol.net import p2p
@@ -45,7 +47,7 @@ def test_help_names_the_exit_codes_and_loads_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", heavy], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    for word in ("join", "doctor", "status", "key", "exit codes:", "130"):
+    for word in ("join", "doctor", "status", "reaudit", "key", "exit codes:", "130"):
         assert word in done.stdout
 
 
@@ -269,5 +271,38 @@ def test_doctor_names_a_clock_that_is_off(tmp_path: Path) -> None:
             done = await run("doctor", trainer.address(host), home=tmp_path)
             assert done.returncode == 1
             assert b"60 minutes behind the trainer's" in done.stdout
+
+    trio.run(scenario)
+
+
+def test_a_re_audit_is_asked_for_by_the_command_itself_when_no_node_runs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = SmallTrainer()
+        async with serving(trainer) as host:
+            address = trainer.address(host)
+            save_address(tmp_path, address)
+            save_identity(Identity.generate(), tmp_path / "key")
+            log = run_folder(tmp_path, address.run) / "verdicts.log"
+            log.parent.mkdir(parents=True)
+            log.write_text(json.dumps({"trace": "ab" * 32}) + "\n")
+            asked: list[bytes] = []
+            answers = {"granted": True, "text": "another auditor recomputes it"}
+
+            def answer(request: object) -> messages.AuditAsked | None:
+                if not isinstance(request, messages.AskAudit):
+                    return None
+                asked.append(request.digest)
+                return messages.AuditAsked(**answers)
+
+            trainer.on_request = answer
+            done = await run("reaudit", "abab", home=tmp_path)
+            assert (done.returncode, done.stdout) == (0, b"another auditor recomputes it\n"), done.stderr
+            assert asked == [b"\xab" * 32]
+            answers |= {"granted": False, "text": "it was audited again already"}
+            done = await run("reaudit", "ab", "--json", home=tmp_path)
+            assert done.returncode == 1
+            assert json.loads(done.stdout) == {"event": "reaudit", "trace": "ab" * 32, **answers}
+            done = await run("reaudit", "cd", home=tmp_path)
+            assert done.returncode == 2 and b"begins with cd" in done.stderr
 
     trio.run(scenario)
