@@ -43,6 +43,8 @@ _BITMAP: Final = 33
 _ESCAPE: Final = 255
 # Fewer numbers than this are never worth a Huffman table.
 _FEWEST_BYTES: Final = 64
+# SPEC 8.3.5: what the streams of an ULP section may take although the section is shorter.
+_LEAST_ROOM: Final = 1_024
 # Changes that are applied at once, for the memory between.
 _PIECE: Final = 1 << 16
 
@@ -499,8 +501,7 @@ class _Encoder:
 
     def _steps(self, old: Bits, new: Bits, changed: Flags) -> bytes | None:
         streams = _write_ulp(old, new, changed, self._compressor)
-        # SPEC 8.3.5: together no longer than the section.
-        if streams.size > new.nbytes:
+        if streams.size > max(new.nbytes, _LEAST_ROOM):
             return None
         return b"".join(_stream(each, self._compressor) for each in streams)
 
@@ -536,9 +537,10 @@ class _Decoder:
         if not bfloat16:
             raise _malformed(f"{self._where} is not BF16 and cannot be coded in steps")
         streams = []
+        room = max(size, _LEAST_ROOM)
         for _ in range(5):
-            streams.append(self._stream(size))
-            size -= len(streams[-1])
+            streams.append(self._stream(room))
+            room -= len(streams[-1])
         return _read_ulp(old.view("<u2"), _Streams(*streams)).view(np.uint8)
 
     def _stream(self, most: int, *, exactly: bool = False) -> bytes:

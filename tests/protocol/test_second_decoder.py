@@ -20,13 +20,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import calibration, codec, envelope, lease, log, messages, policy, run, trace, verdict
+from protocol import calibration, codec, delta, envelope, lease, log, messages, policy, run, trace, verdict
 from protocol.errors import DecodeError
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = (ROOT / "SPEC.md").read_text()
 VECTORS = ROOT / "tests" / "vectors"
-MODULES = (calibration, envelope, lease, log, messages, policy, run, trace, verdict)
+MODULES = (calibration, delta, envelope, lease, log, messages, policy, run, trace, verdict)
 
 
 class Fault(Exception):

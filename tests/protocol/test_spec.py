@@ -12,18 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from protocol import calibration, codec, envelope, identity, lease, log, messages, policy, run, trace, verdict
+from protocol import calibration, codec, delta, envelope, identity, lease, log, messages, policy, run, trace, verdict
 from protocol.errors import Code
 from verify import check, cli, report, thresholds
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = (ROOT / "SPEC.md").read_text()
 VECTORS = ROOT / "tests" / "vectors"
+# Values that never travel.
+LOCAL = (delta.BaseTensor, delta.Section, policy.TensorPlace, run.RunAddress)
 OBJECTS = {
     name: cls
-    for module in (calibration, envelope, lease, log, messages, policy, run, trace, verdict)
+    for module in (calibration, delta, envelope, lease, log, messages, policy, run, trace, verdict)
     for name, cls in vars(module).items()
-    if dataclasses.is_dataclass(cls) and cls not in (policy.TensorPlace, run.RunAddress)
+    if dataclasses.is_dataclass(cls) and not name.startswith("_") and cls not in LOCAL
 }
 
 

@@ -14,9 +14,24 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from protocol import calibration, codec, envelope, identity, lease, limits, log, messages, policy, run, trace, verdict
+from protocol import (
+    calibration,
+    codec,
+    delta,
+    envelope,
+    identity,
+    lease,
+    limits,
+    log,
+    messages,
+    policy,
+    run,
+    trace,
+    verdict,
+)
 from protocol.environments import base as environments
 from protocol.errors import PolicyError, RemoteError, UsageError
 from protocol.net import session
@@ -26,6 +41,7 @@ SECTIONS = (
     "address",
     "calibration",
     "codec",
+    "delta",
     "frames",
     "genesis",
     "identity",
@@ -42,7 +58,7 @@ SECTIONS = (
 )
 OBJECTS = {
     name: cls
-    for module in (calibration, envelope, lease, log, messages, policy, run, trace, verdict)
+    for module in (calibration, delta, envelope, lease, log, messages, policy, run, trace, verdict)
     for name, cls in vars(module).items()
     if dataclasses.is_dataclass(cls)
 }
@@ -171,6 +187,24 @@ def policy_root(entry: Entry, folder: Path) -> bytes:
     return policy.policy_root(folder)
 
 
+def delta_tensor(entry: Entry) -> bytes:
+    base = np.frombuffer(raw(entry, "base"), dtype="<u2")
+    return delta.decode(base, raw(entry), base.size).tobytes()
+
+
+def delta_policy(entry: Entry) -> dict[str, str]:
+    base = {
+        name: delta.BaseTensor(each["dtype"], tuple(each["shape"]), np.frombuffer(raw(each, "raw"), dtype=np.uint8))
+        for name, each in entry["base"].items()
+    }
+    reader = delta.DeltaReader([raw(entry)], most_bytes=entry["most"])
+    written = {tensor.leaf.name: "" for tensor in reader.table.tensors}
+    for section in reader.sections(base.get):
+        assert section.begin == len(written[section.tensor.leaf.name]) // 2
+        written[section.tensor.leaf.name] += section.raw.tobytes().hex()
+    return written
+
+
 OPERATIONS: dict[str, Callable[[Entry], Any]] = {
     each.__name__: each
     for each in (
@@ -184,6 +218,8 @@ OPERATIONS: dict[str, Callable[[Entry], Any]] = {
         slot_seed,
         merkle_root,
         epoch_root,
+        delta_tensor,
+        delta_policy,
         negotiate,
         message,
         payload,

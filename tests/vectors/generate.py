@@ -18,6 +18,7 @@ import chapter6
 import chapter7
 import chapter8
 import chapter9
+import delta
 import evidence
 import generate_numeric
 import tasks
@@ -30,6 +31,7 @@ SECTIONS = {
     "genesis.json": chapter8.genesis,
     "address.json": chapter8.address,
     "policy.json": chapter8.policy,
+    "delta.json": delta.delta,
     "lease.json": chapter8.lease,
     "seed.json": chapter8.seed,
     "trace.json": chapter8.trace,

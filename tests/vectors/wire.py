@@ -36,6 +36,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
     },
     "TensorLeaf": {"name": "text", "dtype": "text", "shape": "[uint]", "digest": "bytes"},
     "FileLeaf": {"name": "text", "digest": "bytes"},
+    "DeltaTensor": {"leaf": "TensorLeaf", "size": "uint"},
+    "DeltaTable": {"tensors": "[DeltaTensor]"},
     "Slot": {"index": "uint", "seed": "uint"},
     "Lease": {
         "run": "bytes",
