@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +23,7 @@ from protocol.lease import Lease
 from protocol.limits import MAX_TRACE_BYTES
 from protocol.policy import Manifest, policy_root
 from protocol.trace import Trace, TraceFile
-from protocol.verdict import Check, CheckOutcome, Outcome, Reason, Receipt, Verdict
+from protocol.verdict import Check, Outcome, Receipt, Verdict
 from verify.check import CheapResult, audit_checks, cheap_checks, not_reached, unaudited
 from verify.files import MAX_FILE_BYTES, misfit
 from verify.finding import first_failure
@@ -243,10 +243,6 @@ def _judged(checks: tuple[Check, ...], reward: float | None, verifier: Verifier 
 
 def _compare(case: Case, ours: Judged, report: Report) -> None:
     theirs = case.verdict
-    if theirs.reason is Reason.NODE_EVIDENCE:
-        # Of many traces together: step 7 judged that. The rest of it is compared as if that check had passed.
-        checks = tuple(each for each in theirs.checks if each.outcome is not CheckOutcome.FAILED)
-        theirs = replace(theirs, outcome=Outcome.ACCEPTED, reason=None, checks=checks)
     why = disagreement(ours, case.digest, theirs) or _wrong_reward(ours, theirs)
     report.counts["verdicts reached again"] += why is None
     if why is not None:

@@ -14,6 +14,7 @@ from protocol import identity
 from protocol.calibration import Calibration
 from protocol.limits import NODE_EVIDENCE_NATS, PROOF_CHUNK_TOKENS
 from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
+from verify.finding import first_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
             return f"disagrees at check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
     if theirs.outcome is Outcome.NOT_JUDGED:
         return None
+    failed = first_failure(theirs.checks)
+    other = None if failed is None else mine.get(failed.name)
+    if other is not None and other.outcome is CheckOutcome.SKIPPED:
+        return None  # what refused it there was not run here: no model, or no log
     if ours.outcome is not theirs.outcome and (theirs.audited or ours.outcome is Outcome.ACCEPTED):
         return (
             f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"

@@ -331,9 +331,8 @@ class RunAudit:
             if receipt is not None and (receipt.lease_id, receipt.slot) != (verdict.lease_id, verdict.slot):
                 self.report.add(6, given.where, "it is on another lease or slot than the receipt of its trace")
             if verdict.calibration is not None and verdict.calibration not in opened.calibrations:
-                self.report.add(
-                    6, given.where, f"it names calibration {verdict.calibration.hex()[:16]}…, not in the log"
-                )
+                named = f"calibration {verdict.calibration.hex()[:16]}…"
+                self.report.add(6, given.where, f"it names {named}, which is not in this epoch")
             if key in before and not may_replace(verdict, before[key]):
                 self.report.add(6, given.where, f"it may not replace the {before[key].outcome} before it (8.8)")
             before[key] = verdict
