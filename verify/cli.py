@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show a trace as a person would want to read it")
     inspect.add_argument("trace", type=Path, help="file written by `rltrainer export-trace`")
     inspect.add_argument("--policy", type=Path, help="its policy folder: shows text beside token ids")
+    inspect.add_argument("--recompute", action="store_true", help="run the policy: shows margins and proofs")
+    inspect.add_argument("--device", default="cpu", help="where to recompute: cpu, cuda or cuda:N (default cpu)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(command=_inspect)
     _add_audit(commands)
@@ -213,12 +215,14 @@ def _audit(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from verify.files import read_evidence
     from verify.inspect import as_json, print_trace
+    from verify.reading import read_again
 
     evidence = read_evidence(options.trace)
+    reading = read_again(evidence, options.policy, options.device) if options.recompute else None
     if options.json:
-        print(json.dumps(as_json(evidence, options.policy)))
+        print(json.dumps(as_json(evidence, options.policy, reading)))
     else:
-        print_trace(evidence, options.policy)
+        print_trace(evidence, options.policy, reading)
     return 0
 
 

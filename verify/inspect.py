@@ -1,12 +1,14 @@
-"""Shows a trace: who drew it under which lease, its turns as text over token ids, and its verdict.
+"""Shows a trace: who drew it under which lease, its turns as text over token ids, its verdict; and, recomputed, the
+margins along its tokens and the statistics of its proofs.
 
-Judges nothing (judge.py does). Text comes from the policy's tokenizer when its folder is given; control
-characters a model wrote are escaped, so a trace cannot drive a terminal.
+Judges nothing (judge.py does), and recomputes nothing (reading.py does). Text comes from the policy's tokenizer when
+its folder is given; control characters a model or a node wrote are escaped, so a trace cannot drive a terminal.
 """
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from protocol import identity
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.trace import SpanKind
 from verify.files import Evidence, receipt_fits
+from verify.reading import Reading, WorstToken, strip, strip_legend
 from verify.toploc import count_chunks
 
 
-def as_json(evidence: Evidence, policy: Path | None) -> dict[str, Any]:
+def as_json(evidence: Evidence, policy: Path | None, reading: Reading | str | None = None) -> dict[str, Any]:
+    """All there is to see. `reading`: the recomputed numbers, why there are none, or None when not asked for."""
     trace, lease, verdict = evidence.trace, evidence.lease, evidence.verdict
     tokenizer = None if policy is None else PolicyTokenizer.load(policy)
     return {
@@ -40,15 +44,33 @@ def as_json(evidence: Evidence, policy: Path | None) -> dict[str, Any]:
         "proofs": [len(proof) for proof in trace.proofs],
         "reward": trace.reward,
         "engine": {name: getattr(trace.engine, name) for name in ("name", "version", "dtype", "device", "runner")},
-        "seconds": (trace.finished_ms - trace.started_ms) / 1000,
+        "seconds": _seconds(evidence),
+        "tokens_a_second": _rate(evidence),
+        "started_ms": trace.started_ms,
+        "received_ms": None if evidence.receipt is None else evidence.receipt.received_ms,
+        "recomputed": _reading_json(reading, tokenizer),
         "receipt": None if evidence.receipt is None else {"fits": receipt_fits(evidence)},
         "verdict": None if verdict is None else {"outcome": str(verdict.outcome), "reason": verdict.reason},
     }
 
 
-def print_trace(evidence: Evidence, policy: Path | None) -> None:
+def _reading_json(reading: Reading | str | None, tokenizer: PolicyTokenizer | None) -> dict[str, Any] | None:
+    if reading is None:
+        return None
+    if isinstance(reading, str):
+        return {"error": reading}
+    worst = [
+        {**asdict(token), "text": _text(tokenizer, (token.token,)), "drawn_text": _text(tokenizer, (token.drawn,))}
+        for token in reading.worst
+    ]
+    return {**asdict(reading), "worst": worst, "error": None}
+
+
+def print_trace(evidence: Evidence, policy: Path | None, reading: Reading | str | None = None) -> None:
+    """The same for people."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     trace, lease = evidence.trace, evidence.lease
     engine = trace.engine
@@ -62,20 +84,25 @@ def print_trace(evidence: Evidence, policy: Path | None) -> None:
         ("task", f"{lease.environment} {lease.task_index}, slot {trace.slot} of {lease.group_size}"),
         ("seed", f"{lease.seed_of(trace.slot)} at temperature {lease.temperature:g}"),
         ("engine", f"{engine.name} {engine.version}, {engine.dtype} on {engine.device}, {engine.runner}"),
-        ("times", f"{_utc(trace.started_ms)}, {(trace.finished_ms - trace.started_ms) / 1000:.2f} s"),
+        ("times", _times(evidence)),
         ("reward", f"{trace.reward:g} (as the node says)"),
-        ("tokens", f"{len(trace.tokens)}, of which {len(trace.logprobs)} generated, {len(trace.proofs)} proofs"),
+        ("tokens", f"{len(trace.tokens)}, of which {len(trace.logprobs)} generated; {len(trace.proofs)} proofs"),
         ("proofs", "one each 32 generated tokens" if _count_fits(evidence) else "a wrong number"),
     ):
-        facts.add_row(f"[bold]{label}[/]", value)
+        facts.add_row(Text(label, style="bold"), Text(_escaped(value)))
     console.print(facts)
     tokenizer = None if policy is None else PolicyTokenizer.load(policy)
     _print_ids(console, "prompt", "cyan", lease.prompt, tokenizer)
+    done = 0
     for kind, ids in trace.pieces():
         generated = kind is SpanKind.GENERATED
         _print_ids(
             console, "generated" if generated else "observed", "green" if generated else "yellow", ids, tokenizer
         )
+        if generated and isinstance(reading, Reading):
+            _print_strip(console, reading.margins[done : done + len(ids)])
+            done += len(ids)
+    _print_reading(console, reading, tokenizer)
     if evidence.verdict is not None:
         reason = f" ({evidence.verdict.reason})" if evidence.verdict.reason else ""
         audited = "audited" if evidence.verdict.audited else "not audited"
@@ -92,18 +119,108 @@ def _print_ids(console: Any, label: str, colour: str, ids: tuple[int, ...], toke
     console.print(Text(f"{'' if text is not None else label:>10}  {shown}", style="dim"))
 
 
+def _print_strip(console: Any, margins: tuple[float, ...]) -> None:
+    from rich.text import Text
+
+    lines, each = strip(margins)
+    label = "margins" if each == 1 else f"1:{each}"
+    for number, line in enumerate(lines):
+        console.print(Text(f"{label if number == 0 else '':>10}  {line}", style="magenta"))
+
+
+def _print_reading(console: Any, reading: Reading | str | None, tokenizer: PolicyTokenizer | None) -> None:
+    from rich.text import Text
+
+    if reading is None:
+        console.print("margins and proofs are not recomputed: give --recompute with --policy", style="dim")
+        return
+    if isinstance(reading, str):
+        console.print(Text(f"not recomputed: {_escaped(reading)}", style="yellow"))
+        return
+    differing = sum(margin > 0 for margin in reading.margins)
+    console.print(Text(f"{'':>10}  {strip_legend()}", style="dim"))
+    console.print(
+        Text("recomputed", style="bold").append(
+            f"  {len(reading.margins) - differing} of {len(reading.margins)} tokens are those that the seed draws; "
+            f"largest margin {max(reading.margins):.4g}; {reading.verifier.dtype} on {reading.verifier.device}",
+            style="not bold",
+        )
+    )
+    if reading.worst:
+        console.print(_worst_table(reading.worst, tokenizer))
+    console.print(_chunk_table(reading))
+
+
+def _worst_table(worst: tuple[WorstToken, ...], tokenizer: PolicyTokenizer | None) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, title="largest margins", title_justify="left", title_style="bold")
+    for heading in ("token", "margin", "logprob", "claimed", "is", "the seed draws"):
+        table.add_column(heading, justify="left" if heading in ("is", "the seed draws") else "right", overflow="fold")
+    for each in worst:
+        numbers = (str(each.offset), f"{each.margin:.4g}", f"{each.logprob:.4f}", f"{each.claimed:.4f}")
+        table.add_row(*numbers, Text(_named(tokenizer, each.token)), Text(_named(tokenizer, each.drawn)))
+    return table
+
+
+def _chunk_table(reading: Reading) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="proofs", title_justify="left", title_style="bold")
+    for heading in ("generated", "exponents", "signs", "mantissa mean", "median", "elsewhere", "points"):
+        table.add_column(heading, justify="right")
+    for chunk in reading.chunks:
+        table.add_row(
+            f"{chunk.start}:{chunk.start + chunk.length}",
+            str(chunk.exponent_mismatches),
+            str(chunk.sign_mismatches),
+            f"{chunk.mantissa_mean:.3f}",
+            f"{chunk.mantissa_median:g}",
+            str(chunk.elsewhere),
+            str(chunk.compared),
+        )
+    return table
+
+
+def _named(tokenizer: PolicyTokenizer | None, token: int) -> str:
+    text = _text(tokenizer, (token,))
+    return str(token) if text is None else f"{token} '{text}'"
+
+
 def _text(tokenizer: PolicyTokenizer | None, ids: tuple[int, ...]) -> str | None:
     """The text of ids with everything but printable characters escaped."""
     if tokenizer is None:
         return None
+    return _escaped(tokenizer.decode(ids))
+
+
+def _escaped(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in tokenizer.decode(ids)
+        for character in text
     )
 
 
 def _count_fits(evidence: Evidence) -> bool:
     return len(evidence.trace.proofs) == count_chunks(len(evidence.trace.logprobs))
+
+
+def _seconds(evidence: Evidence) -> float:
+    return (evidence.trace.finished_ms - evidence.trace.started_ms) / 1000
+
+
+def _rate(evidence: Evidence) -> float | None:
+    """Generated tokens a second, as the node tells the time."""
+    seconds = _seconds(evidence)
+    return len(evidence.trace.logprobs) / seconds if seconds > 0 else None
+
+
+def _times(evidence: Evidence) -> str:
+    rate = _rate(evidence)
+    speed = "" if rate is None else f", {rate:.1f} generated tokens a second"
+    received = "" if evidence.receipt is None else f"; received {_utc(evidence.receipt.received_ms)}"
+    return f"{_utc(evidence.trace.started_ms)}, {_seconds(evidence):.2f} s{speed} (as the node says){received}"
 
 
 def _utc(milliseconds: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protocol.errors import EngineError, UsageError
 from verify.model import PolicyModel
-from verify.sampling import margins
+from verify.sampling import margins, sample
 
 # Padded tokens of one forward pass, and bytes of logits at once: both bound memory. On a CPU the speed is the same
 # from a quarter of these on.
@@ -139,6 +139,24 @@ class Verifier:
         except torch.OutOfMemoryError as error:
             raise EngineError(f"out of memory on {self._device} while recomputing: not judged") from error
         return [results[number] for number in range(len(passages))]
+
+    def drawn(self, passage: Passage, offsets: Sequence[int]) -> list[int]:
+        """The token that the seed draws at each of these generated offsets of a passage, by our own logits.
+
+        For a few: all their logits are held at once. Raises as `recompute` does.
+        """
+        model = self._ready()
+        _check(0, passage, model)
+        start = len(passage.prompt)
+        positions = [start + offset - 1 for offset in offsets]
+        ids = (*passage.prompt, *passage.tokens[: max(offsets)])
+        count = len(positions)
+        with torch.inference_mode():
+            rows = torch.tensor(positions, device=self._device)
+            _, logits = model.run(torch.tensor([ids], device=self._device), rows)
+            tokens, _ = sample(logits.float(), [passage.seed] * count, positions, [passage.temperature] * count)
+        found: list[int] = tokens.tolist()
+        return found
 
     def _plan(self, passages: Sequence[Passage]) -> Iterator[_Pass]:
         budget = _PASS_TOKENS[self._device.type]
