@@ -32,7 +32,8 @@ from protocol.verdict import Check, CheckOutcome, Reason
 from trainer.audit_result import AuditResult
 from trainer.child import Changes, alone, end_with_parent, now_ms, say
 from trainer.guard import give_way
-from trainer.ledger import Ledger, SubmissionRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionRow
 from trainer.quarantine import put_aside
 from trainer.rundir import Run, open_run
 from verify.check import audit_checks

@@ -20,7 +20,7 @@ from protocol.envelope import Signed
 from protocol.errors import LocalError
 from protocol.trace import Trace
 from trainer.advantage import advantages, is_flat
-from trainer.ledger import CompleteGroup, GroupOutcome, TrainingTrace
+from trainer.ledger_rows import CompleteGroup, GroupOutcome, TrainingTrace
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from protocol.errors import LocalError, StorageError
 from protocol.policy import policy_root
-from trainer.ledger import Ledger, StepRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import StepRow
 from trainer.publish import flush, write_policy
 from trainer.rundir import RunFolder
 

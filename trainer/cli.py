@@ -182,7 +182,8 @@ def _status(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from trainer.export import export_trace
-    from trainer.ledger import Ledger, SubmissionState
+    from trainer.ledger import Ledger
+    from trainer.ledger_rows import SubmissionState
     from trainer.rundir import open_run
 
     run = open_run(options.run)

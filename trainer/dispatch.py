@@ -14,7 +14,7 @@ from typing import Final
 
 from protocol import limits
 from trainer.config import TrainerConfig
-from trainer.ledger import SlotState
+from trainer.ledger_rows import SlotState
 
 SPREAD_SECONDS: Final = 5.0  # so long a group waits for other nodes before one node may draw all of it
 PROBATION_SHARE: Final = 0.25  # of one group: what a node may hold that failed an audit not long ago

@@ -12,7 +12,8 @@ from protocol.envelope import Signed
 from protocol.errors import UsageError
 from protocol.trace import TraceFile
 from protocol.verdict import Verdict
-from trainer.ledger import Ledger, SubmissionRow, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionRow, SubmissionState
 from trainer.rundir import Run
 
 

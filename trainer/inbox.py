@@ -39,7 +39,8 @@ from protocol.verdict import (
 from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig
-from trainer.ledger import GroupState, LeaseState, Ledger, NewSubmission, SlotState, SubmissionRow, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupState, LeaseState, NewSubmission, SlotState, SubmissionRow, SubmissionState
 from trainer.node_scores import NodeScores
 from trainer.pairs import pair_name, pair_of
 from trainer.shelf import Shelf

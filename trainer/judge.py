@@ -16,7 +16,8 @@ from typing import Final
 from protocol.errors import StorageError
 from trainer.clerk import Clerk
 from trainer.inbox import Decision, Examiner, Inbox
-from trainer.ledger import Ledger, SubmissionRow, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionRow, SubmissionState
 
 _BATCH: Final = 64  # submissions decided before their verdicts are written
 _LOOK_SECONDS: Final = 1.0  # also looked at without being woken

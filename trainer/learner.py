@@ -27,7 +27,8 @@ from protocol.errors import RLCommonsError
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, build, choose, micro_batches, padded
 from trainer.child import Changes, alone, end_with_parent, now_ms, say
-from trainer.ledger import Ledger, StepRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import StepRow
 from trainer.loss import LossSettings, LossSums, token_logprobs, token_losses
 from trainer.masters import Masters
 from trainer.publish import prune_policies, tensor_names

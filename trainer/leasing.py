@@ -18,7 +18,8 @@ from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.messages import GetLeases, LeasesReply
 from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choose, stranded
-from trainer.ledger import GroupRow, GroupState, LeaseState, Ledger, OpenSlot
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupRow, GroupState, LeaseState, OpenSlot
 from trainer.rundir import Run
 from trainer.shelf import Shelf
 from trainer.standing import standing

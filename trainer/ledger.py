@@ -5,8 +5,9 @@ them may be killed at any point: the gateway writes submissions, an auditor clai
 them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
 acknowledged to a node or to another process was committed with an fsync first.
 
-All SQL of the project is in this file. Not here: who gets which lease (dispatch.py), what a trace
-is worth (verify/), when a group may be learned from (batch.py).
+All SQL of the project is in this file, but for the schema (ledger_rows.py). Not here: who gets
+which lease (dispatch.py), what a trace is worth (verify/), when a group may be learned from
+(batch.py).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import itertools
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,332 +24,39 @@ import numpy as np
 from protocol.errors import StorageError, UsageError
 from protocol.log import Draw
 from protocol.verdict import Reason
+from trainer.ledger_rows import (
+    CALIBRATION_COLUMNS,
+    GROUP_COLUMNS,
+    OF_EPOCH,
+    OF_GROUP,
+    SCHEMA,
+    SCHEMA_VERSION,
+    SUBMISSION_COLUMNS,
+    CalibrationRow,
+    CompleteGroup,
+    GroupOutcome,
+    GroupRow,
+    GroupState,
+    LeaseState,
+    NewSubmission,
+    OpenSlot,
+    Reaudit,
+    ScoredVerdict,
+    SlotRow,
+    SlotState,
+    StepRow,
+    SubmissionRow,
+    SubmissionState,
+    TrainingTrace,
+    group_of,
+    ids_bytes,
+    submission_of,
+    u64_bytes,
+    u64_of,
+)
 from verify.standing import WINDOW
 
-SCHEMA_VERSION = 3
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
-
-_SCHEMA = """
-CREATE TABLE policies (
-    version INTEGER PRIMARY KEY, root BLOB NOT NULL, created_ms INTEGER NOT NULL,
-    manifest BLOB                       -- Signed; NULL until the gateway signed it
-);
-CREATE INDEX policies_unsigned ON policies(version, root) WHERE manifest IS NULL;
-CREATE TABLE groups (
-    group_id BLOB PRIMARY KEY, environment TEXT NOT NULL, parameters TEXT NOT NULL,
-    task_index BLOB NOT NULL, policy_version INTEGER NOT NULL, size INTEGER NOT NULL,
-    prompt BLOB NOT NULL, max_turn_tokens INTEGER NOT NULL, created_ms INTEGER NOT NULL,
-    state TEXT NOT NULL, cause TEXT, batch INTEGER
-);
-CREATE INDEX groups_by_state ON groups(state, created_ms);
-CREATE TABLE slots (
-    group_id BLOB NOT NULL, slot INTEGER NOT NULL, seed BLOB NOT NULL, state TEXT NOT NULL,
-    node BLOB, lease_id BLOB, attempts INTEGER NOT NULL DEFAULT 0, digest BLOB,
-    PRIMARY KEY (group_id, slot)
-) WITHOUT ROWID;
-CREATE TABLE leases (
-    lease_id BLOB PRIMARY KEY, node BLOB NOT NULL, group_id BLOB NOT NULL, signed BLOB NOT NULL,
-    deadline_ms INTEGER NOT NULL, state TEXT NOT NULL,
-    policy_version INTEGER NOT NULL     -- its group's; the rowid is the order of issue
-);
-CREATE INDEX leases_by_deadline ON leases(state, deadline_ms);
-CREATE INDEX leases_by_version ON leases(policy_version, state);
-CREATE TABLE submissions (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB NOT NULL UNIQUE, lease_id BLOB NOT NULL,
-    group_id BLOB NOT NULL, slot INTEGER NOT NULL, node BLOB NOT NULL, policy_version INTEGER NOT NULL,
-    received_ms INTEGER NOT NULL, receipt BLOB NOT NULL,
-    trace BLOB,                         -- Signed; NULL once pruned
-    tokens INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT,
-    reward REAL,                        -- the trainer's own
-    checks BLOB,                        -- canonical Checks of the checks that need no model
-    claimed_by TEXT, claimed_ms INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
-    audit BLOB,                         -- canonical AuditResult of the auditor
-    mu BLOB,                            -- float32 logprobs of the audit, one a generated token
-    judged_by TEXT,                     -- the auditor that answered
-    died_of TEXT,                       -- of what the auditors ended that were at work on it
-    reaudit TEXT,                       -- the node asked for a second audit: WAITING, then DONE
-    -- protocol.log.Draw; NULL until it is drawn, and where a check that needs no model had failed before
-    draw_seen INTEGER, draw_floor REAL, draw_rate REAL, drawn INTEGER
-);
-CREATE INDEX submissions_claimed ON submissions(claimed_by, claimed_ms) WHERE claimed_by IS NOT NULL;
-CREATE INDEX submissions_reaudited ON submissions(reaudit, judged_by) WHERE reaudit IS NOT NULL;
-CREATE INDEX submissions_by_state ON submissions(state, policy_version, sequence);
-CREATE INDEX submissions_by_version ON submissions(policy_version, sequence);
-CREATE INDEX submissions_in_state ON submissions(state);
-CREATE INDEX submissions_by_group ON submissions(group_id, slot);
-CREATE INDEX submissions_by_node ON submissions(node, state);
-CREATE INDEX submissions_by_time ON submissions(received_ms, tokens);
-CREATE INDEX submissions_with_trace ON submissions(state, group_id) WHERE trace IS NOT NULL;
-CREATE TABLE verdicts (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, digest BLOB NOT NULL,
-    outcome TEXT NOT NULL, reason TEXT, audited INTEGER NOT NULL, judged_ms INTEGER NOT NULL,
-    signed BLOB NOT NULL,
-    epoch INTEGER NOT NULL,             -- of whose log it is part (SPEC 8.12)
-    calibration BLOB, scores BLOB       -- SPEC 10.8: by which digest, and the trace's sums, float64
-);
-CREATE INDEX verdicts_by_node ON verdicts(node, sequence);
-CREATE INDEX verdicts_by_epoch ON verdicts(epoch, sequence);
-CREATE INDEX verdicts_by_digest ON verdicts(digest);
-CREATE INDEX verdicts_by_outcome ON verdicts(outcome, reason, audited);
-CREATE INDEX audits_by_node ON verdicts(node, sequence, outcome) WHERE audited;
-CREATE INDEX audits_by_version ON verdicts(node, epoch, sequence) WHERE audited;
-CREATE TABLE calibrations (
-    digest BLOB PRIMARY KEY,            -- of the canonical Calibration, as verdicts name it
-    pair TEXT NOT NULL, policy_version INTEGER NOT NULL, created_ms INTEGER NOT NULL, body BLOB NOT NULL,
-    signed BLOB                         -- Signed; NULL until the gateway signed it
-);
-CREATE INDEX calibrations_by_pair ON calibrations(pair, created_ms);
-CREATE TABLE epochs (                   -- the closed ones
-    version INTEGER PRIMARY KEY, signed BLOB NOT NULL
-);
-CREATE TABLE nodes (
-    node BLOB PRIMARY KEY, first_seen_ms INTEGER NOT NULL, last_seen_ms INTEGER NOT NULL,
-    software TEXT NOT NULL, engine TEXT NOT NULL, connected INTEGER NOT NULL DEFAULT 0,
-    policy_version INTEGER, tokens_per_second REAL NOT NULL DEFAULT 0,
-    slots_busy INTEGER NOT NULL DEFAULT 0, slots_total INTEGER NOT NULL DEFAULT 0,
-    unsent INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
-    expired INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
-    accepted INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
-    audits_passed INTEGER NOT NULL DEFAULT 0, audits_failed INTEGER NOT NULL DEFAULT 0,
-    tokens INTEGER NOT NULL DEFAULT 0,
-    rate REAL NOT NULL DEFAULT 1        -- at which its last trace was drawn for audit
-);
-CREATE TABLE steps (
-    version INTEGER PRIMARY KEY,        -- the policy version the step made
-    created_ms INTEGER NOT NULL, groups INTEGER NOT NULL, traces INTEGER NOT NULL,
-    tokens INTEGER NOT NULL, reward_mean REAL NOT NULL, flat_groups INTEGER NOT NULL,
-    staleness_mean REAL NOT NULL, staleness_max INTEGER NOT NULL, loss REAL NOT NULL,
-    ess REAL NOT NULL, kl REAL NOT NULL, masked REAL NOT NULL, gradient_norm REAL NOT NULL,
-    seconds REAL NOT NULL
-);
-CREATE TABLE events (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
-);
-"""
-
-
-class GroupState(StrEnum):
-    OPEN = "OPEN"  # slots are being leased and answered
-    COMPLETE = "COMPLETE"  # every slot holds an accepted trace
-    TAKEN = "TAKEN"  # in the batch that made policy `batch`, flat groups included
-    DROPPED = "DROPPED"  # `cause` says why
-
-
-class SlotState(StrEnum):
-    FREE = "FREE"
-    LEASED = "LEASED"
-    ANSWERED = "ANSWERED"  # a trace is being judged
-    ACCEPTED = "ACCEPTED"
-
-
-class LeaseState(StrEnum):
-    OPEN = "OPEN"
-    CLOSED = "CLOSED"  # every slot answered
-    EXPIRED = "EXPIRED"
-    RETURNED = "RETURNED"
-
-
-class SubmissionState(StrEnum):
-    RECEIVED = "RECEIVED"  # receipt given, cheap checks still to come
-    AUDIT = "AUDIT"  # drawn for audit, waiting for or claimed by an auditor
-    AUDITED = "AUDITED"  # answered by an auditor, verdict to be signed
-    ACCEPTED = "ACCEPTED"
-    REFUSED = "REFUSED"
-    NOT_JUDGED = "NOT_JUDGED"
-    CREDITED = "CREDITED"  # accepted by a re-audit after its slot went to another: counted, never learned from
-
-
-class Reaudit(StrEnum):
-    WAITING = "WAITING"  # for another auditor than the one that judged it
-    DONE = "DONE"  # there is one a trace
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    group_id: bytes
-    environment: str
-    parameters: str
-    task_index: int
-    policy_version: int
-    size: int
-    prompt: tuple[int, ...]
-    max_turn_tokens: int
-    created_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRow:
-    group_id: bytes
-    slot: int
-    seed: int
-    state: SlotState
-    node: bytes | None
-    attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSlot:
-    """A slot of an open group, with what of its group decides who may draw it."""
-
-    group_id: bytes
-    policy_version: int
-    created_ms: int
-    slot: int
-    state: SlotState
-    node: bytes | None
-    attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class SubmissionRow:
-    """`trace`, `lease` and `receipt` are canonical bytes of Signed."""
-
-    sequence: int
-    digest: bytes
-    lease_id: bytes
-    group_id: bytes
-    slot: int
-    node: bytes
-    policy_version: int
-    received_ms: int
-    state: SubmissionState
-    reward: float | None
-    attempts: int
-    checks: bytes | None
-    audit: bytes | None
-    trace: bytes
-    lease: bytes
-    receipt: bytes
-    judged_by: str | None
-    died_of: str | None
-    reaudit: Reaudit | None
-
-
-@dataclass(frozen=True, slots=True)
-class NewSubmission:
-    digest: bytes
-    lease_id: bytes
-    group_id: bytes
-    slot: int
-    node: bytes
-    policy_version: int
-    received_ms: int
-    trace: bytes
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredVerdict:
-    """An audited verdict's part in the sums of a node; `calibration` None and no `scores` where it has none."""
-
-    sequence: int
-    digest: bytes
-    calibration: bytes | None
-    scores: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationRow:
-    """`body`: canonical Calibration; `signed`: canonical Signed of it, None until the gateway signed."""
-
-    digest: bytes
-    pair: str
-    policy_version: int
-    created_ms: int
-    body: bytes
-    signed: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingTrace:
-    """An accepted trace of a complete group, as the learner needs it. `mu` is None when unaudited."""
-
-    slot: int
-    node: bytes
-    digest: bytes
-    reward: float
-    trace: bytes
-    mu: np.ndarray[Any, np.dtype[np.float32]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteGroup:
-    group: GroupRow
-    traces: tuple[TrainingTrace, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOutcome:
-    """All that may decide whether a complete group is learned from: who drew it does not."""
-
-    group_id: bytes
-    policy_version: int
-    rewards: tuple[float | None, ...]  # None: not a number (SQLite keeps NaN as NULL)
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    version: int
-    created_ms: int
-    groups: int
-    traces: int
-    tokens: int
-    reward_mean: float
-    flat_groups: int
-    staleness_mean: float
-    staleness_max: int
-    loss: float
-    ess: float
-    kl: float
-    masked: float
-    gradient_norm: float
-    seconds: float
-
-
-def _u64(number: int) -> bytes:
-    return number.to_bytes(8, "little")
-
-
-def _number(raw: bytes) -> int:
-    return int.from_bytes(raw, "little")
-
-
-def _ids(tokens: Sequence[int]) -> bytes:
-    return np.asarray(tokens, dtype="<u4").tobytes()
-
-
-def _tokens(raw: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(raw, dtype="<u4").tolist())
-
-
-_GROUP_COLUMNS = (
-    "group_id, environment, parameters, task_index, policy_version, size, prompt, max_turn_tokens, created_ms"
-)
-
-
-def _group(row: Any) -> GroupRow:
-    return GroupRow(row[0], row[1], row[2], _number(row[3]), row[4], row[5], _tokens(row[6]), row[7], row[8])
-
-
-_CALIBRATION_COLUMNS = "digest, pair, policy_version, created_ms, body, signed"
-
-_SUBMISSION_COLUMNS = (
-    "s.sequence, s.digest, s.lease_id, s.group_id, s.slot, s.node, s.policy_version, s.received_ms, "
-    "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt, s.judged_by, s.died_of, s.reaudit"
-)
-
-
-# The tables of an epoch's items, and what says which epoch.
-_OF_EPOCH = (("leases", "policy_version"), ("submissions", "policy_version"), ("verdicts", "epoch"))
-
-# Groups first: few are open or complete, while accepted and refused submissions grow with the run.
-_OF_GROUP = "submissions s INDEXED BY submissions_by_group"
-
-
-def _submission(row: Any) -> SubmissionRow:
-    fields = dict(zip(SubmissionRow.__slots__, row, strict=True))
-    reaudit = None if fields["reaudit"] is None else Reaudit(fields["reaudit"])
-    return SubmissionRow(**{**fields, "state": SubmissionState(fields["state"]), "reaudit": reaudit})
 
 
 class Ledger:
@@ -391,7 +97,7 @@ class Ledger:
         if path.exists():
             raise UsageError(f"{path} exists already")
         db = cls._connect(path, read_only=False)
-        db.executescript(_SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        db.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
         db.close()
         return cls(path)
 
@@ -479,13 +185,11 @@ class Ledger:
 
     def calibrations(self) -> list[CalibrationRow]:
         """All of the run, oldest first."""
-        rows = self._db.execute(f"SELECT {_CALIBRATION_COLUMNS} FROM calibrations ORDER BY created_ms, digest")
+        rows = self._db.execute(f"SELECT {CALIBRATION_COLUMNS} FROM calibrations ORDER BY created_ms, digest")
         return [CalibrationRow(*row) for row in rows]
 
     def calibration(self, digest: bytes) -> CalibrationRow | None:
-        row = self._db.execute(
-            f"SELECT {_CALIBRATION_COLUMNS} FROM calibrations WHERE digest = ?", (digest,)
-        ).fetchone()
+        row = self._db.execute(f"SELECT {CALIBRATION_COLUMNS} FROM calibrations WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else CalibrationRow(*row)
 
     def calibrated_pairs(self) -> set[str]:
@@ -497,35 +201,35 @@ class Ledger:
     def add_group(self, group: GroupRow, seeds: Sequence[int]) -> None:
         with self.write():
             self._db.execute(
-                f"INSERT INTO groups ({_GROUP_COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"INSERT INTO groups ({GROUP_COLUMNS}, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    group.group_id, group.environment, group.parameters, _u64(group.task_index),
-                    group.policy_version, group.size, _ids(group.prompt), group.max_turn_tokens,
+                    group.group_id, group.environment, group.parameters, u64_bytes(group.task_index),
+                    group.policy_version, group.size, ids_bytes(group.prompt), group.max_turn_tokens,
                     group.created_ms, GroupState.OPEN,
                 ),
             )  # fmt: skip
             self._db.executemany(
                 "INSERT INTO slots (group_id, slot, seed, state) VALUES (?, ?, ?, ?)",
-                [(group.group_id, i, _u64(seed), SlotState.FREE) for i, seed in enumerate(seeds)],
+                [(group.group_id, i, u64_bytes(seed), SlotState.FREE) for i, seed in enumerate(seeds)],
             )
 
     def open_groups(self) -> list[GroupRow]:
         rows = self._db.execute(
-            f"SELECT {_GROUP_COLUMNS} FROM groups WHERE state = ? ORDER BY created_ms, group_id",
+            f"SELECT {GROUP_COLUMNS} FROM groups WHERE state = ? ORDER BY created_ms, group_id",
             (GroupState.OPEN,),
         )
-        return [_group(row) for row in rows]
+        return [group_of(row) for row in rows]
 
     def slots_of(self, group_id: bytes) -> list[SlotRow]:
         rows = self._db.execute(
             "SELECT slot, seed, state, node, attempts FROM slots WHERE group_id = ? ORDER BY slot",
             (group_id,),
         )
-        return [SlotRow(group_id, r[0], _number(r[1]), SlotState(r[2]), r[3], r[4]) for r in rows]
+        return [SlotRow(group_id, r[0], u64_of(r[1]), SlotState(r[2]), r[3], r[4]) for r in rows]
 
     def group(self, group_id: bytes) -> tuple[GroupRow, GroupState] | None:
-        row = self._db.execute(f"SELECT {_GROUP_COLUMNS}, state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-        return None if row is None else (_group(row), GroupState(row[9]))
+        row = self._db.execute(f"SELECT {GROUP_COLUMNS}, state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+        return None if row is None else (group_of(row), GroupState(row[9]))
 
     def group_state(self, group_id: bytes) -> GroupState:
         row = self._db.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
@@ -544,7 +248,7 @@ class Ledger:
     def refused_answers(self) -> list[tuple[bytes, int, bytes]]:
         """(group, slot, node) of every refused submission of an open group."""
         return self._db.execute(
-            f"SELECT s.group_id, s.slot, s.node FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
+            f"SELECT s.group_id, s.slot, s.node FROM groups g CROSS JOIN {OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ?",
             (GroupState.OPEN, SubmissionState.REFUSED),
         ).fetchall()
@@ -706,30 +410,30 @@ class Ledger:
     def submissions(self, state: SubmissionState, most: int) -> list[SubmissionRow]:
         """The oldest submissions in a state, with their leases."""
         rows = self._db.execute(
-            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "WHERE s.state = ? ORDER BY s.sequence LIMIT ?",
             (state, most),
         )
-        return [_submission(row) for row in rows]
+        return [submission_of(row) for row in rows]
 
     def abandoned_audits(self, most: int) -> list[SubmissionRow]:
         """Unclaimed audits of groups that were dropped meanwhile: nobody needs their answer, but a node that asked
         for it."""
         rows = self._db.execute(
-            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "JOIN groups g ON g.group_id = s.group_id WHERE s.state = ? AND s.claimed_by IS NULL AND g.state = ? "
             "AND s.reaudit IS NULL ORDER BY s.sequence LIMIT ?",
             (SubmissionState.AUDIT, GroupState.DROPPED, most),
         )
-        return [_submission(row) for row in rows]
+        return [submission_of(row) for row in rows]
 
     def submission(self, digest: bytes) -> SubmissionRow | None:
         row = self._db.execute(
-            f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "WHERE s.digest = ?",
             (digest,),
         ).fetchone()
-        return None if row is None else _submission(row)
+        return None if row is None else submission_of(row)
 
     def send_to_audit(self, sequence: int, reward: float, checks: bytes) -> None:
         with self.write():
@@ -948,12 +652,12 @@ class Ledger:
             if row is None:
                 return []
             rows = self._db.execute(
-                f"SELECT {_SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+                f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
                 f"WHERE s.sequence IN (SELECT sequence FROM submissions WHERE {waiting} AND policy_version = ? "
                 "ORDER BY sequence LIMIT ?) ORDER BY s.sequence",
                 (*values, row[0], most),
             ).fetchall()
-            found = [_submission(each) for each in rows]
+            found = [submission_of(each) for each in rows]
             claimed = list(itertools.takewhile(lambda each: not each.attempts, found)) or found[:1]
             self._db.executemany(
                 "UPDATE submissions SET claimed_by = ?, claimed_ms = ?, attempts = attempts + 1 WHERE sequence = ?",
@@ -1088,7 +792,7 @@ class Ledger:
         """How many leases, submissions and verdicts an epoch has."""
         counts = [
             self._db.execute(f"SELECT COUNT(*) FROM {table} WHERE {column} = ?", (version,)).fetchone()[0]
-            for table, column in _OF_EPOCH
+            for table, column in OF_EPOCH
         ]
         return (counts[0], counts[1], counts[2])
 
@@ -1122,7 +826,7 @@ class Ledger:
         """What the complete groups earned, oldest first (by policy version, then age)."""
         rows = self._db.execute(
             "SELECT g.group_id, g.policy_version, s.reward "
-            f"FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
+            f"FROM groups g CROSS JOIN {OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? ORDER BY g.policy_version, g.created_ms, g.group_id, s.slot",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         )
@@ -1133,7 +837,7 @@ class Ledger:
         """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
         for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
         count: int = self._db.execute(
-            f"SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN {_OF_GROUP} ON s.group_id = g.group_id "
+            f"SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN {OF_GROUP} ON s.group_id = g.group_id "
             "WHERE g.state = ? AND s.state = ? GROUP BY g.group_id HAVING MIN(s.reward) < MAX(s.reward))",
             (GroupState.COMPLETE, SubmissionState.ACCEPTED),
         ).fetchone()[0]
@@ -1144,11 +848,11 @@ class Ledger:
         found = []
         for group_id in group_ids:
             row = self._db.execute(
-                f"SELECT {_GROUP_COLUMNS} FROM groups WHERE group_id = ? AND state = ?",
+                f"SELECT {GROUP_COLUMNS} FROM groups WHERE group_id = ? AND state = ?",
                 (group_id, GroupState.COMPLETE),
             ).fetchone()
             if row is not None:
-                found.append(CompleteGroup(_group(row), self._training_traces(group_id)))
+                found.append(CompleteGroup(group_of(row), self._training_traces(group_id)))
         return found
 
     def _training_traces(self, group_id: bytes) -> tuple[TrainingTrace, ...]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from protocol.errors import RLCommonsError
 from protocol.identity import peer_id
 from trainer.export import trace_file
-from trainer.ledger import Ledger, SubmissionRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionRow
 from trainer.rundir import Run
 
 

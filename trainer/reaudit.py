@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from protocol.identity import peer_id
 from protocol.messages import AuditAsked
-from trainer.ledger import Ledger, Reaudit, SubmissionRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import Reaudit, SubmissionRow
 from trainer.shelf import Shelf
 
 

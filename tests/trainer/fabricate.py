@@ -30,7 +30,8 @@ from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 from protocol.verdict import Receipt
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
-from trainer.ledger import GroupRow, Ledger, NewSubmission, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupRow, NewSubmission, SubmissionState
 from trainer.rundir import Run, load_run_identity, open_run
 from verify.model import PolicyModel
 from verify.sampling import sample

@@ -35,7 +35,8 @@ from protocol.verdict import CheckOutcome, Fingerprint, Reason, Verdict
 from trainer.audit_result import AuditResult
 from trainer.gateway import Gateway
 from trainer.judge import Judge
-from trainer.ledger import CalibrationRow, Ledger, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import CalibrationRow, SubmissionState
 from trainer.office import Office, open_office
 from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run

@@ -20,7 +20,8 @@ from tests.trainer.fabricate import Gateway, make_run, one_thread
 from trainer import audit
 from trainer.audit import Auditor
 from trainer.audit_result import AuditResult
-from trainer.ledger import Ledger, SubmissionRow, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionRow, SubmissionState
 from trainer.rundir import Run
 from verify.check import DEAR
 

@@ -15,7 +15,7 @@ from protocol.envelope import Signed
 from protocol.errors import LocalError
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 from trainer.batch import build, choose, micro_batches, padded
-from trainer.ledger import CompleteGroup, GroupOutcome, GroupRow, TrainingTrace
+from trainer.ledger_rows import CompleteGroup, GroupOutcome, GroupRow, TrainingTrace
 
 G, O = SpanKind.GENERATED, SpanKind.OBSERVED  # noqa: E741
 

@@ -21,7 +21,7 @@ from trainer.dispatch import (
     choose,
     stranded,
 )
-from trainer.ledger import SlotState
+from trainer.ledger_rows import SlotState
 
 CONFIG = TrainerConfig(group_size=8, open_groups=4, groups_per_step=2, node_group_share=0.5, slot_attempts=3)
 NOW = 1_000_000

@@ -45,7 +45,8 @@ from tests.trainer.scripted_node import (
 from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
-from trainer.ledger import GroupState, Ledger, SlotState, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupState, SlotState, SubmissionState
 from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
 from verify.draw import is_drawn

@@ -23,7 +23,8 @@ from trainer import learner as learner_module
 from trainer.child import Changes
 from trainer.config import write_config
 from trainer.learner import Learner
-from trainer.ledger import GroupState, Ledger, StepRow
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupState, StepRow
 from trainer.masters import Masters
 from trainer.publish import tensor_names
 from trainer.rundir import Run, open_run

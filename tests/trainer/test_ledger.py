@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import StorageError, UsageError
-from trainer.ledger import (
-    GroupRow,
-    GroupState,
-    LeaseState,
-    Ledger,
-    NewSubmission,
-    SlotState,
-    SubmissionState,
-)
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupRow, GroupState, LeaseState, NewSubmission, SlotState, SubmissionState
 
 NODE, OTHER = b"N" * 32, b"O" * 32
 GROUP = b"G" * 16

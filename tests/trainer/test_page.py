@@ -17,7 +17,8 @@ from protocol.identity import Identity, peer_id
 from protocol.run import EnvironmentShare
 from trainer.config import TrainerConfig
 from trainer.init import init_run
-from trainer.ledger import Ledger, StepRow, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import StepRow, SubmissionState
 from trainer.rundir import Run
 
 CHROMIUM = next(

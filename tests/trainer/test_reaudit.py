@@ -24,14 +24,15 @@ from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
-from trainer.ledger import GroupState, Ledger, SlotState, SubmissionState
+from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupState, SlotState, SubmissionState
 from trainer.rundir import Run, open_run
 from trainer.serve import Supervisor, children_of
 from verify.finding import first_failure
 
 SETTINGS: dict[str, Any] = {
-    "group_size": 2, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64, "audit_floor": 1.0,
-    "keep_traces": 1, "node_group_share": 1.0,
+    "group_size": 2, "open_groups": 4, "groups_per_step": 2, "max_turn_tokens": 14, "max_tokens": 64,
+    "audit_floor": 1.0, "keep_traces": 1, "node_group_share": 1.0,
 }  # fmt: skip
 AGAIN = "auditor-second"
 
