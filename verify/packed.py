@@ -7,16 +7,23 @@ not documented, so a torch without them leaves the model as it was. Not here: wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+_KERNELS_KEPT = 32  # more than a model has shapes of layers
 
 
 class PackedLinears:
     """The float32 linear layers of a model on the CPU, run from packed copies of their weights."""
 
     def __init__(self, model: nn.Module) -> None:
+        # oneDNN keeps compiled kernels of the last 1,024 shapes, most of a gigabyte, and every pass has another shape.
+        # Read when the first is made.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS_KEPT))
+        os.environ.setdefault("LRU_CACHE_CAPACITY", str(_KERNELS_KEPT))
         # Subclasses may compute something else; hooks of the layers stay in force.
         self._layers = [module for module in model.modules() if type(module) is nn.Linear] if _available() else []
         self.refresh()
