@@ -88,7 +88,66 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(command=_inspect)
     _add_audit(commands)
+    _add_controls(commands)
     return parser
+
+
+_CONTROLS_EPILOG = """exit codes:
+  0  every control that has to be caught was caught in time, and no honest trace was refused
+  1  a bar was missed: its row says which
+  2  unusable input: no policy, an unknown environment or control, a pair too noisy to be calibrated
+  3  this machine failed (out of memory, an environment that raised)
+"""
+
+
+def _add_controls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    controls = commands.add_parser(
+        "controls",
+        help="run every known cheat against a policy, and show which are caught and by what",
+        epilog=_CONTROLS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = controls.add_argument
+    add("--policy", type=Path, required=True, help="folder of the policy")
+    add("--dtype", default="float32", help="in which the node computes: float32 (default) or bfloat16")
+    add("--verifier-dtype", action="append", help="in which the auditor recomputes (default: the node's); repeatable")
+    add("--traces", type=int, default=32, help="traces an attack begins from (default 32)")
+    add("--honest", type=int, default=0, help="honest traces to judge, where more than --traces")
+    add("--calibration", type=int, default=32, help="traces to calibrate by; 0: the fixed limits, without scores")
+    add("--tokens", type=int, default=64, help="tokens of a trace, about (default 64); 0: the tasks as they are")
+    add("--environment", help="draw its tasks, one after the other (default: a writing task)")
+    add("--only", action="append", default=[], help="run this control alone; repeatable")
+    add("--seed", type=int, default=0, help="of the throw-away keys, and so of every draw (default 0)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--html", type=Path, help="write a page with the distributions drawn")
+    controls.set_defaults(command=_controls)
+
+
+def _controls(options: argparse.Namespace) -> int:
+    from verify.controls import Plan, run_controls
+    from verify.controls_page import page
+    from verify.controls_report import as_json, print_reports
+
+    plan = Plan(
+        policy=options.policy,
+        dtype=options.dtype,
+        verifier_dtypes=tuple(dict.fromkeys(options.verifier_dtype or [options.dtype])),
+        traces=options.traces,
+        honest=options.honest,
+        calibration=options.calibration,
+        tokens=options.tokens,
+        environment=options.environment,
+        only=tuple(options.only),
+        seed=options.seed,
+    )
+    reports = run_controls(plan, lambda text: print(text, file=sys.stderr, flush=True))
+    if options.html is not None:
+        options.html.write_text(page(reports), encoding="utf-8")
+    if options.json:
+        print(json.dumps(as_json(reports)))
+    else:
+        print_reports(reports)
+    return 0 if all(report.met for report in reports) else 1
 
 
 _CALIBRATE_EPILOG = """exit codes:

@@ -15,23 +15,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol import codec
-from protocol.calibration import Calibration, Limits
+from protocol.calibration import Calibration, Limits, Pair
 from protocol.environments import base
 from protocol.environments.base import Environment
 from protocol.errors import UsageError
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Check
-from verify.attacks import Attack, Attempt, Caught, Stage, Work, named
+from verify.attacks import Attack, Attempt, Caught, Stage, Work, named, quick
+from verify.calibrate import Subject, derive, imitation_means, measure, round_to_int8, specimen_of
 from verify.check import audit_checks, cheap_checks
 from verify.evidence import Recomputed
-from verify.files import Evidence, read_evidence, receipt_fits
+from verify.files import Evidence, device_kind, read_evidence, receipt_fits, worker_of
 from verify.finding import first_failure
 from verify.judge import recompute
 from verify.long_task import WRITING, long_task
@@ -40,6 +41,7 @@ from verify.prefill import Verifier
 from verify.reference import ReferenceRun, play
 from verify.scores import add_scores, evidence, mantissa_means
 from verify.structure import PolicyShape, policy_shape
+from verify.thresholds import limits_for
 
 GROUP: Final = 8  # traces within which an attack on single traces must show
 NODE: Final = 32  # the same for what only a node's sums show
@@ -319,7 +321,7 @@ def run_controls(plan: Plan, say: Say = lambda text: None) -> list[Report]:
         environment: Environment = (
             long_task(run.tokenizer, plan.environment, plan.tokens) if plan.tokens else base.load(name)
         )
-        worker = PolicyModel(plan.policy, plan.dtype, "cpu")
+        worker = quick(PolicyModel(plan.policy, plan.dtype, "cpu"))
         benches = {
             dtype: Bench(plan, Verifier(plan.policy, dtype), environment, scratch) for dtype in plan.verifier_dtypes
         }
@@ -389,8 +391,6 @@ def calibrate_benches(
     plan: Plan, benches: dict[str, Bench], worker: PolicyModel, environment: Environment, say: Say
 ) -> None:
     """Limits and scores of each pair, from honest traces of another run: other seeds, other tasks."""
-    from verify.thresholds import limits_for
-
     if not plan.calibration:
         for dtype, bench in benches.items():
             bench.limits = limits_for(plan.dtype, dtype)
@@ -399,20 +399,14 @@ def calibrate_benches(
     works = works_of(run, environment, plan, plan.calibration, _CALIBRATION_TASKS)
     say(f"drawing {len(works)} traces to calibrate by")
     traces = play(worker, run.tokenizer, works, environment=environment)
-    pairs = [(trace, lease) for trace, (lease, _) in zip(traces, works, strict=True)]
-    for dtype, bench in benches.items():
-        bench.limits, bench.calibration = _interim(plan.dtype, dtype, pairs, recompute(bench.verifier, pairs))
-
-
-def _interim(worker: str, verifier: str, pairs: Any, ours: Any) -> Any:
-    from verify.thresholds import limits_for
-    from verify.scores import margin_table, chunk_table
-    from protocol.calibration import Pair, Sample
-    margins = np.concatenate([each.margins for each in ours]).astype(float)
-    logprobs = np.concatenate([each.logprobs for each in ours]).astype(float)
-    t = np.ones(len(margins))
-    limits = limits_for(worker, verifier if (worker, verifier) != ("bfloat16", "float32") else worker)
-    q = (0.0,)
-    return limits, Calibration(bytes(32), 0, bytes(32), Pair("reference", worker, "cpu", "transformers", verifier, "cpu"), limits,
-        margin_table(margins, logprobs, t), chunk_table([mantissa_means(each.chunks) for each in ours]),
-        Sample(1, 1, 1, 1, 0.0, q, q, q, q, q, 0.0), 0)
+    specimens = [specimen_of(trace, lease) for trace, (lease, _) in zip(traces, works, strict=True)]
+    rounded = PolicyModel(plan.policy, plan.dtype, "cpu")
+    round_to_int8(rounded)
+    for bench in benches.values():
+        measured = measure(bench.verifier, specimens)
+        found = bench.verifier.fingerprint
+        pair = Pair(*worker_of(traces[0]), found.engine[:64], found.dtype, device_kind(found.device))
+        subject = Subject(bytes(32), 0, run.root, pair)
+        imitation = imitation_means(rounded, specimens, measured)
+        bench.calibration = derive(subject, measured, imitation, works[0][0].issued_ms)
+        bench.limits = bench.calibration.limits

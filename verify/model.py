@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import EngineError
+from verify import wide
 from verify.packed import PackedLinears
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,14 +60,18 @@ class PolicyModel:
         accepted = inspect.signature(type(self._model).forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._plain_head: bool | None = None
-        self._packed: PackedLinears | None = None
+        self._packed: PackedLinears | wide.WideLinears | None = None
 
     def pack(self) -> None:
-        """Run the linear layers from copies laid out for this CPU's kernels: faster, for twice the memory. Does
-        nothing for other devices and dtypes, and for a model whose copy would be large."""
-        size = sum(each.nbytes for each in self._model.parameters())
-        if self.device.type == "cpu" and self.dtype is torch.float32 and size <= _PACKED_BYTES:
+        """Run the linear layers from copies made for this CPU's kernels: faster, for more memory. Does nothing for
+        other devices and dtypes, and for a model whose copy would be large."""
+        size = 4 * sum(each.numel() for each in self._model.parameters())
+        if self.device.type != "cpu" or size > _PACKED_BYTES:
+            return
+        if self.dtype is torch.float32:
             self._packed = PackedLinears(self._model)
+        elif self.dtype is torch.bfloat16 and wide.is_worthwhile():
+            self._packed = wide.WideLinears(self._model)
 
     def run(
         self,

@@ -23,25 +23,30 @@ class Judgement:
     detail: str
 
 
+_FLOAT32 = Limits(
+    margin_hard=0.01,
+    margin_budget=0.0,
+    exponent_mismatches=8.0,
+    sign_mismatches=8.0,
+    mantissa_mean=0.15,
+    mantissa_median=0.5,
+    logprob_tolerance=0.01,
+)
+_BFLOAT16 = Limits(
+    margin_hard=0.5,
+    margin_budget=1.0,
+    exponent_mismatches=20.0,
+    sign_mismatches=14.0,
+    mantissa_mean=2.5,
+    mantissa_median=2.0,
+    logprob_tolerance=0.5,
+)
+# (worker, verifier). A verifier in float32 is no nearer to a bfloat16 worker than one in bfloat16: the worker's own
+# rounding is what they differ by.
 _LIMITS = {
-    ("float32", "float32"): Limits(
-        margin_hard=0.01,
-        margin_budget=0.0,
-        exponent_mismatches=8.0,
-        sign_mismatches=8.0,
-        mantissa_mean=0.15,
-        mantissa_median=0.5,
-        logprob_tolerance=0.01,
-    ),
-    ("bfloat16", "bfloat16"): Limits(
-        margin_hard=0.5,
-        margin_budget=1.0,
-        exponent_mismatches=20.0,
-        sign_mismatches=14.0,
-        mantissa_mean=2.5,
-        mantissa_median=2.0,
-        logprob_tolerance=0.5,
-    ),
+    ("float32", "float32"): _FLOAT32,
+    ("bfloat16", "bfloat16"): _BFLOAT16,
+    ("bfloat16", "float32"): _BFLOAT16,
 }
 
 
@@ -79,6 +84,22 @@ def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
             f"no limits were measured for a {worker_dtype} worker audited in {verifier_dtype} "
             f"(measured: {measured}); audit in the worker's dtype"
         ) from None
+
+
+def floors_for(worker_dtype: str, verifier_dtype: str) -> Limits:
+    """Below what no calibration of such a pair goes: single tokens of bfloat16 have heavy tails, which a sample of a
+    thousand does not show, and a policy that is trained moves them."""
+    if worker_dtype == verifier_dtype == "float32":
+        return limits_for(worker_dtype, verifier_dtype)
+    return Limits(
+        margin_hard=0.25,
+        margin_budget=0.0,
+        exponent_mismatches=8.0,
+        sign_mismatches=8.0,
+        mantissa_mean=0.3,
+        mantissa_median=1.0,
+        logprob_tolerance=0.25,
+    )
 
 
 def above_ceilings(calibration: Calibration) -> str | None:
