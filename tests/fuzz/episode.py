@@ -104,6 +104,7 @@ def _played(lease: Lease, shape: PolicyShape, environment: Environment, tokenize
 
 EDIT = struct.Struct("<BHBI")  # what, where, how many places it takes, value
 _MOST_EDITS = 24
+_LONG = 2_048  # tokens by repetition: longer ones find no more and cost the drivers their speed
 
 
 def edited(trace: Trace, script: bytes) -> Trace:
@@ -162,7 +163,7 @@ def _words(trace: Trace, place: int, taken: int, value: int) -> Trace:
 
 
 def _longer(trace: Trace, place: int, taken: int, value: int) -> Trace:
-    return replace(trace, tokens=(trace.tokens * (1 + taken % 16))[: limits.MAX_TRACE_TOKENS])
+    return replace(trace, tokens=(trace.tokens * (1 + taken % 16))[:_LONG])
 
 
 def _made_to_fit(trace: Trace, place: int, taken: int, value: int) -> Trace:

@@ -6,6 +6,8 @@ The same examples every time. Not here: that a given lie is refused (test_cheate
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,14 @@ from hypothesis import strategies as st
 from protocol.environments import base
 from protocol.environments.rollout import replay
 from protocol.errors import EngineError, PolicyError, UsageError
+from protocol.limits import MAX_TRACE_TOKENS
+from protocol.trace import Span
 from tests.fuzz.episode import EDIT, Stage, edited, made_stage
 from tests.studio import NODE, Rollout, Studio
 from verify.sampling import judge_margins, margins
 from verify.structure import policy_shape
 from verify.thresholds import limits_for
+from verify.toploc import count_chunks
 
 torch.set_num_threads(1)
 
@@ -59,6 +64,20 @@ def test_a_damaged_honest_trace_gets_every_check_and_one_reason_at_most(
 
 
 STAGE = made_stage()
+
+
+def test_the_longest_trace_is_checked_in_no_time_to_speak_of() -> None:
+    lease = replace(STAGE.lease, max_turn_tokens=MAX_TRACE_TOKENS, max_tokens=MAX_TRACE_TOKENS)
+    drawn = (min(set(range(64)) - STAGE.tokenizer.stop_ids),) * MAX_TRACE_TOKENS
+    proofs = (STAGE.honest.proofs[0],) * count_chunks(MAX_TRACE_TOKENS)
+    longest = replace(
+        STAGE.honest, tokens=drawn, spans=(Span(0, MAX_TRACE_TOKENS),), logprobs=(-1.0,) * MAX_TRACE_TOKENS,
+        proofs=proofs, reward=0.0,
+    )  # fmt: skip
+
+    started = time.process_time()
+    assert replace(STAGE, lease=lease).judge(longest) is None
+    assert time.process_time() - started < 3
 
 
 @st.composite
