@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bits = NDArray[np.uint16]
-Polynomial = tuple[int, NDArray[np.int64]]  # modulus, coefficients ascending
+Polynomial = tuple[int, NDArray[np.uint16]]  # modulus, coefficients ascending
 
 NO_MANTISSA: Final = 128.0  # reported where no exponent agrees: one more than the largest error
 _EXPONENT: Final = 0x7F80  # all ones: infinity or NaN
@@ -158,7 +158,7 @@ def _parse(proofs: Sequence[bytes], values: int, k: int, place: str = "", first:
         # SPEC 10.5.3: a proof is 2 + 2k bytes, k = min(128, values).
         if len(data) != 2 + 2 * terms:
             raise ProofError(f"{place.format(number)}{len(data)} bytes, not {2 + 2 * terms}")
-    words = np.frombuffer(b"".join(proofs), dtype=">u2").astype(np.int64).reshape(len(proofs), 1 + terms)
+    words = np.frombuffer(b"".join(proofs), dtype=">u2").astype(np.uint16).reshape(len(proofs), 1 + terms)
     moduli, coefficients = words[:, 0], words[:, 1:]
     bad = _bad_moduli(moduli, values) | (coefficients.max(axis=1) >= PROOF_FIELD) | _degenerate(coefficients)
     if bad.any():
@@ -168,13 +168,13 @@ def _parse(proofs: Sequence[bytes], values: int, k: int, place: str = "", first:
     return list(zip(moduli.tolist(), coefficients, strict=True))
 
 
-def _bad_moduli(moduli: NDArray[np.int64], values: int) -> NDArray[np.bool_]:
+def _bad_moduli(moduli: NDArray[np.uint16], values: int) -> NDArray[np.bool_]:
     # SPEC 10.5.3: 2^15 < modulus ≤ 65497, and 65497 where every index is below it.
     least = PROOF_FIELD if values <= PROOF_FIELD else PROOF_MIN_MODULUS_EXCLUSIVE + 1
     return (moduli < least) | (moduli > PROOF_FIELD)
 
 
-def _degenerate(coefficients: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _degenerate(coefficients: NDArray[Any]) -> NDArray[np.bool_]:
     """Which rows cannot be an honest polynomial's coefficients, which are as good as random in the field."""
     # SPEC 10.5.3: not zero, not constant, and at most one coefficient in eight is zero.
     terms = coefficients.shape[1]
@@ -184,7 +184,7 @@ def _degenerate(coefficients: NDArray[np.int64]) -> NDArray[np.bool_]:
     return faulty
 
 
-def _fault(modulus: int, coefficients: NDArray[np.int64], values: int) -> str:
+def _fault(modulus: int, coefficients: NDArray[np.uint16], values: int) -> str:
     """What is wrong with a proof of the right length, in words."""
     if not PROOF_MIN_MODULUS_EXCLUSIVE < modulus <= PROOF_FIELD:
         return f"modulus {modulus} is not in ({PROOF_MIN_MODULUS_EXCLUSIVE}, {PROOF_FIELD}]"
@@ -195,7 +195,7 @@ def _fault(modulus: int, coefficients: NDArray[np.int64], values: int) -> str:
     return _why_degenerate(coefficients)
 
 
-def _why_degenerate(coefficients: NDArray[np.int64]) -> str:
+def _why_degenerate(coefficients: NDArray[Any]) -> str:
     zeros = len(coefficients) - int(np.count_nonzero(coefficients))
     if zeros == len(coefficients):
         return "the polynomial is zero"
@@ -390,7 +390,7 @@ def _compare(
     """Each chunk's proof at our own top indices, and at up to 32 indices beside them: the fields of ChunkResult."""
     indices, ours = select_largest(runs, k)
     moduli = np.array([modulus for modulus, _ in polynomials])[:, None]
-    x = indices % moduli
+    x = indices if runs[0].bits.shape[1] <= PROOF_FIELD else indices % moduli
     beside = (indices[:, :_ELSEWHERE] + 1) % moduli
     claimed = evaluate(np.stack([c for _, c in polynomials]), np.concatenate((x, beside), axis=1))
     theirs, other = claimed[:, : x.shape[1]], claimed[:, x.shape[1] :]
