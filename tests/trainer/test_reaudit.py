@@ -202,6 +202,22 @@ async def test_what_was_not_refused_by_an_audit_is_not_audited_again(run: Run, s
 
 
 @on_trio
+async def test_nothing_of_a_closed_epoch_is_audited_again_and_what_waits_keeps_it_open(
+    run: Run, script: Script
+) -> None:
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        lease, digest, _ = await refused(trainer, client, script)
+        trainer.ledger.drop_group(lease.group_id, "for the test")
+        assert trainer.ledger.is_settled(0)
+        trainer.ledger.add_seal(0, b"seal")
+        assert "whose epoch is closed" in (await ask(client, digest)).text
+        with trainer.ledger.write():
+            trainer.ledger._db.execute("DELETE FROM epochs")
+        assert (await ask(client, digest)).granted
+        assert not trainer.ledger.is_settled(0)
+
+
+@on_trio
 async def test_a_re_audit_needs_the_trace_and_its_policy(run: Run, script: Script) -> None:
     async with trainer_at_work(run) as trainer, trainer.node() as client:
         lease, digest, _ = await refused(trainer, client, script)
