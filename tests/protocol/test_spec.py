@@ -14,7 +14,7 @@ import pytest
 
 from protocol import calibration, codec, delta, envelope, identity, lease, log, messages, policy, run, trace, verdict
 from protocol.errors import Code
-from verify import check, cli, report, thresholds
+from verify import check, cli, report, run_audit, run_report, thresholds
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = (ROOT / "SPEC.md").read_text()
@@ -182,7 +182,8 @@ def test_the_json_verdict_has_the_keys_that_are_written() -> None:
         verifier=finger,
         judged_ms=0,
     )
-    table = {row[0].strip("`"): row[1] for row in rows(SPEC.split("The JSON verdict:")[1].split("\n## 15 ")[0], 2)[1:]}
+    of_verdict = SPEC.split("The JSON verdict:")[1].split("\nA conformant ")[0]
+    table = {row[0].strip("`"): row[1] for row in rows(of_verdict, 2)[1:]}
     written = report.as_json(ours, bytes(32), signed)
 
     assert list(written) == list(table)
@@ -192,18 +193,35 @@ def test_the_json_verdict_has_the_keys_that_are_written() -> None:
         assert set(re.findall(r"`(\w+)`", table[key])) == set(inner), key
 
 
-def test_the_arguments_and_exit_codes_of_rlverify_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["check", "audit"])
+def test_the_arguments_and_exit_codes_of_rlverify_are_those_of_the_command(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["check", "--help"])
+        cli.main([command, "--help"])
     told = capsys.readouterr().out
     chapter_14 = SPEC.split("\n## 14 ")[1].split("\n## 15 ")[0]
-    arguments = [row[0] for row in rows(chapter_14.split("| exit code")[0], 2)[1:]]
-    codes = [row[0] for row in rows(chapter_14, 2) if row[0].isdigit()]
+    of_command = re.split(r"\n    rlverify (?=\w+ )", chapter_14)
+    text = next(part for part in of_command if part.startswith(f"{command} "))
+    arguments = [row[0] for row in rows(text.split("| exit code")[0], 2)[1:]]
+    codes = [row[0] for row in rows(text, 2) if row[0].isdigit()]
 
     assert {word for text in arguments for word in re.findall(r"--[a-z-]+", text)} == set(
         re.findall(r"--[a-z-]+", told)
     ) - {"--help"}
     assert codes == re.findall(r"^  (\d)  ", told, re.M)
+
+
+def test_the_json_of_an_audit_of_a_log_has_the_keys_that_the_spec_lists() -> None:
+    genesis = run.Genesis("run", bytes(32), 0, (run.EnvironmentShare("tools8@1", "", 1),), bytes(32), bytes(32))
+    found = run_audit.Report(genesis, bytes(32))
+    found.add(1, "epoch 0", "is missing")
+    of_audit = SPEC.split("\n    rlverify audit ")[1].split("\n## 15 ")[0]
+    listed = [row[0].strip("`") for row in rows(of_audit.split("| key | value |")[1], 2)]
+    written = run_report.as_json(found)
+
+    assert list(written) == listed
+    assert list(written["disagreements"][0]) == ["step", "where", "what"]
 
 
 def test_the_values_of_the_example_exchange_are_the_vectors() -> None:
