@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol import codec, limits
+from protocol.calibration import Pair
 from protocol.envelope import Signed
 from protocol.errors import EngineError, PolicyError, RLCommonsError
 from protocol.lease import Lease
@@ -30,13 +31,16 @@ from protocol.policy import policy_root
 from protocol.trace import Trace
 from protocol.verdict import Check, CheckOutcome, Reason
 from trainer.audit_result import AuditResult
+from trainer.calibrating import Calibrator
 from trainer.child import Changes, alone, end_with_parent, now_ms, say
 from trainer.guard import give_way
 from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionRow
+from trainer.pairs import pair_of
 from trainer.quarantine import put_aside
 from trainer.rundir import Run, open_run
 from verify.check import audit_checks
+from verify.files import Measure
 from verify.finding import first_failure
 from verify.judge import fingerprint, recompute
 from verify.prefill import Verifier
@@ -80,8 +84,14 @@ class Auditor:
         self._name = name
         self._reaudits_only = reaudits_only
         self._verifiers: dict[str, tuple[int, Verifier]] = {}  # dtype → (policy version, verifier)
+        self._calibrator = Calibrator(run, ledger, name, self._verifier)
         # What an earlier auditor of this name had claimed when it died, and its supervisor with it.
         ledger.release_claims(name, died_of="the auditor ended without a word")
+
+    def begin(self) -> None:
+        """The run starts: what nodes hand in first is judged by a calibration already."""
+        if not self._reaudits_only:
+            self._calibrator.begin()
 
     def turn(self) -> int:
         """Claim, judge, answer; how many were answered, 0 when none waits."""
@@ -97,18 +107,18 @@ class Auditor:
         return answered
 
     def _batches(self, rows: Sequence[SubmissionRow]) -> Iterator[list[Case]]:
-        """Cases of one dtype, at most auditor_batch_tokens together. A trace that an auditor died on is alone."""
-        batches: dict[str, list[Case]] = {}
+        """Cases of one pair of engines, at most auditor_batch_tokens together; alone what an auditor died on."""
+        batches: dict[Pair, list[Case]] = {}
         for row in rows:
             case = _open(row)
-            dtype = case.trace.engine.dtype
+            pair = pair_of(case.trace.engine, self._config)
             if row.attempts:
                 yield [case]
                 continue
-            batch = batches.setdefault(dtype, [])
+            batch = batches.setdefault(pair, [])
             if batch and sum(each.tokens for each in batch) + case.tokens > self._config.auditor_batch_tokens:
                 yield batch
-                batch = batches[dtype] = []
+                batch = batches[pair] = []
             batch.append(case)
         yield from batches.values()
 
@@ -118,22 +128,26 @@ class Auditor:
             died_of = f"{DEATHS} auditors died while they recomputed it ({cases[0].row.died_of})"
             kept = put_aside(self._run, self._ledger, cases[0].row)
             return [self._not_judged(cases[0], EngineError(f"{died_of}; {kept}"))]
+        pair = pair_of(cases[0].trace.engine, self._config)
+        measure = self._calibrator.measure(pair, cases[0].row.policy_version)
         try:
-            return self._attempt(cases)
+            return self._attempt(cases, measure)
         except Exception as error:  # of whatever kind: it is ours, and the second attempt decides
             say(self._name, f"{len(cases)} traces of policy {cases[0].row.policy_version} once more: {_line(error)}")
         answers = []
         for case in cases:
             self._ledger.renew_claims(self._name, now_ms())
             try:
-                answers += self._attempt([case])
+                answers += self._attempt([case], measure)
             except Exception as error:
                 answers.append(self._not_judged(case, error))
         return answers
 
-    def _attempt(self, cases: Sequence[Case]) -> list[Answer]:
+    def _attempt(self, cases: Sequence[Case], measure: Measure | None) -> list[Answer]:
+        """By the calibration of their pair, or the ceilings where it has none."""
         dtype = cases[0].trace.engine.dtype
-        limits_of_pair = limits_for(dtype, dtype)
+        calibration, digest = (None, None) if measure is None else (measure.calibration, measure.digest)
+        limits_of_pair = limits_for(dtype, dtype) if calibration is None else calibration.limits
         try:
             verifier = self._verifier(cases[0].row.policy_version, dtype)
             found = recompute(verifier, [(case.trace, case.lease) for case in cases])
@@ -145,9 +159,10 @@ class Auditor:
         for case, ours in zip(cases, found, strict=True):
             if not np.isfinite(ours.logprobs).all():
                 raise EngineError("recomputed logprobs are not finite")
-            checks = audit_checks(case.trace, case.lease, ours, limits_of_pair).checks
-            self._say_refusal(case, checks)
-            answers.append(Answer(case.row.sequence, AuditResult(checks, with_what, None, ""), ours.logprobs))
+            found_here = audit_checks(case.trace, case.lease, ours, limits_of_pair, calibration)
+            self._say_refusal(case, found_here.checks)
+            result = AuditResult(found_here.checks, with_what, None, "", digest, found_here.scores)
+            answers.append(Answer(case.row.sequence, result, ours.logprobs))
         return answers
 
     def _verifier(self, version: int, dtype: str) -> Verifier:
@@ -202,6 +217,7 @@ def serve(run: Run, ledger: Ledger, name: str, *, reaudits_only: bool = False) -
     auditor = Auditor(run, ledger, name, reaudits_only=reaudits_only)
     changes = Changes(ledger)
     try:
+        auditor.begin()
         while True:
             if not auditor.turn():
                 changes.wait(IDLE_SECONDS)

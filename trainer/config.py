@@ -44,7 +44,8 @@ class TrainerConfig:
     auditors: int = 1  # auditor processes
     auditor_batch_tokens: int = 16384  # tokens in one prefill batch
     auditor_seconds: float = 600.0  # an auditor that takes longer for one batch is ended; reading a policy counts
-    auditor_memory_mib: int = 0  # an auditor that holds more is ended; 0: it is the first that the system ends
+    # an auditor that holds more is ended; 0: it is the first that the system ends. Calibrating holds the policy twice
+    auditor_memory_mib: int = 0
 
     # learning (docs of each: trainer/loss.py)
     learning_rate: float = 1e-6

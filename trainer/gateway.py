@@ -41,7 +41,7 @@ from protocol.policy import Manifest
 from protocol.run import RunAddress
 from trainer.child import alone, end_with_parent, now_ms, say
 from trainer.leasing import Leasing
-from trainer.office import MANIFEST_DAYS, Office, open_office, sign_manifest
+from trainer.office import MANIFEST_DAYS, Office, open_office, sign_calibrations, sign_manifest
 from trainer.rundir import Run, open_run
 from trainer.shelf import read_blob
 from trainer.visit import Visit
@@ -157,7 +157,7 @@ class Gateway:
     # --- beside the sessions ---
 
     async def _watch_ledger(self) -> None:
-        """New policies are signed and announced; what auditors answered wakes the judge."""
+        """New policies and calibrations are signed, policies announced; what auditors answered wakes the judge."""
         seen = -1
         while True:
             if self.office.failures:
@@ -165,11 +165,17 @@ class Gateway:
             counter = self.office.ledger.change_counter()
             if counter != seen:
                 seen = counter
+                await self._sign_calibrations()
                 self.office.judge.wake()
                 for version, root in self.office.ledger.unsigned_policies():
                     if self.office.run.folder.policy(version).is_dir():
                         await self._publish(version, root)
             await trio.sleep(POLL_SECONDS)
+
+    async def _sign_calibrations(self) -> None:
+        office, ledger = self.office, self.writer
+        if office.ledger.unsigned_calibrations():
+            await self._try(lambda: sign_calibrations(office.signer, ledger))
 
     async def _publish(self, version: int, root: bytes) -> None:
         run, signer = self.office.run, self.office.signer

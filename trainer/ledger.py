@@ -56,6 +56,7 @@ from trainer.ledger_rows import (
 )
 from verify.standing import WINDOW
 
+MOST_PAIRS = 64  # of engines that are remembered: nodes name theirs as they like
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
@@ -191,6 +192,43 @@ class Ledger:
     def calibration(self, digest: bytes) -> CalibrationRow | None:
         row = self._db.execute(f"SELECT {CALIBRATION_COLUMNS} FROM calibrations WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else CalibrationRow(*row)
+
+    def unsigned_calibrations(self) -> list[tuple[bytes, bytes]]:
+        """(digest, canonical Calibration) of those that wait for the gateway's signature."""
+        return self._db.execute("SELECT digest, body FROM calibrations WHERE signed IS NULL").fetchall()
+
+    def version_of(self, root: bytes) -> int | None:
+        """The first policy version with this root."""
+        row = self._db.execute("SELECT MIN(version) FROM policies WHERE root = ?", (root,)).fetchone()
+        version: int | None = row[0]
+        return version
+
+    def note_pair(self, pair: str, now_ms: int, note: str | None) -> bool:
+        """Say of a pair of engines why it is not calibrated, or that it is (None); whether that is news."""
+        row = self._db.execute("SELECT note FROM pairs WHERE pair = ?", (pair,)).fetchone()
+        if row is not None and row[0] == note:
+            return False
+        with self.write():
+            if row is None and self._db.execute("SELECT COUNT(*) FROM pairs").fetchone()[0] >= MOST_PAIRS:
+                return False
+            self._db.execute(
+                "INSERT INTO pairs VALUES (?, ?, ?, NULL) ON CONFLICT(pair) DO UPDATE SET note = excluded.note",
+                (pair, now_ms, note),
+            )
+            return True
+
+    def pair_trying(self, pair: str) -> int | None:
+        """The policy version on which an auditor measures a pair, or died measuring it."""
+        row = self._db.execute("SELECT trying FROM pairs WHERE pair = ?", (pair,)).fetchone()
+        return None if row is None else row[0]
+
+    def try_pair(self, pair: str, now_ms: int, version: int | None) -> None:
+        with self.write():
+            self._db.execute(
+                "INSERT INTO pairs VALUES (?, ?, 'being measured', ?) "
+                "ON CONFLICT(pair) DO UPDATE SET trying = excluded.trying",
+                (pair, now_ms, version),
+            )
 
     def calibrated_pairs(self) -> set[str]:
         """The pairs with a signed calibration."""

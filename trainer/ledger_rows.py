@@ -84,6 +84,11 @@ CREATE TABLE calibrations (
     signed BLOB                         -- Signed; NULL until the gateway signed it
 );
 CREATE INDEX calibrations_by_pair ON calibrations(pair, created_ms);
+CREATE TABLE pairs (                    -- of engines, as auditors met them
+    pair TEXT PRIMARY KEY, seen_ms INTEGER NOT NULL,
+    note TEXT,                          -- why it is not calibrated; NULL: it is
+    trying INTEGER                      -- the policy version an auditor measures it on; after its death too
+);
 CREATE TABLE epochs (                   -- the closed ones
     version INTEGER PRIMARY KEY, signed BLOB NOT NULL
 );

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protocol import codec
+from protocol.calibration import Calibration, check_calibration
 from protocol.envelope import Signed, seal
 from protocol.errors import LocalError, PolicyError
 from protocol.identity import Identity
@@ -71,6 +72,7 @@ def open_office(run: Run) -> Iterator[Office]:
     ):
         writer.lose_node()
         fill_shelf(run, signer, writer, shelf)
+        sign_calibrations(signer, writer)
         stock = Stock(secrets.seeds, shares, writer.groups_made(), lambda: shelf.reading(shelf.latest).tokenizer)
         inbox = Inbox(writer, notary)
         leasing = Leasing(run, writer, signer, secrets.seeds, shelf, stock)
@@ -99,6 +101,14 @@ def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None
     latest = ledger.latest_signed()
     if latest is None or shelf.root(latest) is None:
         raise PolicyError(f"the latest policy is not in {run.folder.policies}: restore it from a backup")
+
+
+def sign_calibrations(signer: Identity, ledger: Ledger) -> None:
+    """Sign what auditors measured, as they sign nothing. Inside the clerk's transaction, or before there is a clerk."""
+    for digest, body in ledger.unsigned_calibrations():
+        calibration = codec.decode(Calibration, body)
+        check_calibration(calibration)
+        ledger.set_signed_calibration(digest, codec.encode(seal(signer, calibration)))
 
 
 def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Signed:

@@ -1,7 +1,7 @@
-"""Which pair of engines a trace and this trainer's auditors are, and what is known of it (SPEC 8.11).
+"""Which pair of engines a trace and this trainer's auditors are (SPEC 8.11).
 
 A pair is calibrated, or new: then it is judged by the ceilings and audited at rate 1. Not here: the measuring
-(trainer/calibrating.py, verify/calibrate.py).
+(calibrating.py).
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from typing import Final
 from protocol.calibration import Pair
 from protocol.trace import EngineDescriptor
 from trainer.config import TrainerConfig
+from verify.files import device_kind
 
-VERIFIER: Final = "transformers"  # what the auditors recompute with
-
-
-def device_kind(device: str) -> str:
-    """SPEC 8.11: what stands before the first colon."""
-    return device.partition(":")[0][:16]
+ENGINE: Final = "transformers"  # what the auditors recompute with
 
 
 def pair_of(engine: EngineDescriptor, config: TrainerConfig) -> Pair:
     """A worker's engine, and this trainer's auditors, which recompute in the worker's dtype."""
-    return Pair(
-        worker_engine=engine.name,
-        worker_dtype=engine.dtype,
-        worker_device=device_kind(engine.device),
-        verifier_engine=VERIFIER,
-        verifier_dtype=engine.dtype,
-        verifier_device=device_kind(config.device),
-    )
+    return _pair((engine.name, engine.dtype, device_kind(engine.device)), config)
+
+
+def own_pair(config: TrainerConfig) -> Pair:
+    """Nodes of the project's own engine on devices like this trainer's, in the learner's dtype."""
+    return _pair((ENGINE, config.dtype, device_kind(config.device)), config)
+
+
+def _pair(worker: tuple[str, str, str], config: TrainerConfig) -> Pair:
+    return Pair(*worker, ENGINE, worker[1], device_kind(config.device))
 
 
 def pair_name(pair: Pair) -> str:

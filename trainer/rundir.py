@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "quarantine"
 
     @property
+    def calibrations(self) -> Path:
+        """Where a person puts calibrations of engines that this trainer cannot run (calibrating.py)."""
+        return self.path / "calibrations"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

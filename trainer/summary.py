@@ -9,6 +9,7 @@ from typing import Any
 
 from protocol import identity
 from trainer.ledger import Ledger
+from trainer.standing import stake
 
 RECENT_STEPS = 5  # steps the "mean reward now" is taken over
 
@@ -49,13 +50,23 @@ def summary(ledger: Ledger, now_ms: int) -> dict[str, Any]:
         "traces_per_second": minute["traces"] / seconds,
         "tokens_per_second": minute["tokens"] / seconds,
         "nodes": nodes(ledger),
+        "pairs": pairs(ledger),
     }
 
 
 def nodes(ledger: Ledger) -> list[dict[str, Any]]:
-    """Every node seen, connected ones first; `node` is the peer id."""
+    """Every node seen, connected ones first; `node` is the peer id.
+
+    `rate`: at which its last trace was drawn for audit. `stake`: at that rate cheating pays for a node that has less
+    to lose than so many times what one cheat gains.
+    """
     rows = ledger.view("SELECT * FROM nodes ORDER BY connected DESC, accepted DESC")
-    return [{**row, "node": identity.peer_id(row["node"])} for row in rows]
+    return [{**row, "node": identity.peer_id(row["node"]), "stake": stake(row["rate"])} for row in rows]
+
+
+def pairs(ledger: Ledger) -> list[dict[str, Any]]:
+    """The pairs of engines that auditors met; `note` says why one is not calibrated, None that it is."""
+    return ledger.view("SELECT pair, note FROM pairs ORDER BY seen_ms, pair")
 
 
 def history(ledger: Ledger, after: int = -1) -> list[dict[str, Any]]:

@@ -57,7 +57,19 @@ def _figures(found: dict[str, Any]) -> Table:
 
 def _nodes(found: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("node", "", "policy", "tokens/s", "busy", "accepted", "refused", "audits", "engine"):
+    for heading in (
+        "node",
+        "",
+        "policy",
+        "tokens/s",
+        "busy",
+        "accepted",
+        "refused",
+        "audits",
+        "rate",
+        "stake",
+        "engine",
+    ):
         table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
     for node in found["nodes"][:12]:
         state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
@@ -67,7 +79,7 @@ def _nodes(found: dict[str, Any]) -> Table:
         table.add_row(
             "…" + node["node"][-10:], state, _number(node["policy_version"], 0), f"{node['tokens_per_second']:,.0f}",
             f"{node['slots_busy']}/{node['slots_total']}", f"{node['accepted']:,}", f"{node['refused']:,}", audits,
-            Text(node["engine"], style="dim"),
+            f"{node['rate']:.0%}", _number(node["stake"], 2), Text(node["engine"], style="dim"),
         )  # fmt: skip
     return table
 
@@ -79,6 +91,9 @@ def notes(run: Run, found: dict[str, Any]) -> list[Text]:
         lines.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim"))
     if run.folder.page.exists():
         lines.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
+    for pair in found["pairs"]:
+        about = "calibrated" if pair["note"] is None else f"new, audited in full: {pair['note']}"
+        lines.append(Text(f"engines  {pair['pair']}: {about}", style="dim"))
     if found["dropped"]:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
         lines.append(Text(f"groups given up: {causes}", style="dim"))

@@ -220,11 +220,18 @@ class Trainer:
             await client.hello()
             yield client
 
-    def audit(self, reason: Reason | None = None, by: str = "auditor-0") -> int:
+    def audit(
+        self,
+        reason: Reason | None = None,
+        by: str = "auditor-0",
+        calibration: bytes | None = None,
+        scores: tuple[float, ...] = (),
+    ) -> int:
         """Answer every waiting audit as an auditor would: passed, or failed for `reason`. How many."""
         rows = self.ledger.claim_audits(by, 0, 1_000)
+        result = codec.encode(replace(audit_result(reason), calibration=calibration, scores=scores))
         for row in rows:
-            self.ledger.finish_audit(row.sequence, codec.encode(audit_result(reason)), None)
+            self.ledger.finish_audit(row.sequence, result, np.zeros(1, np.float32) if scores else None)
         return len(rows)
 
 

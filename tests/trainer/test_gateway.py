@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import math
 import shutil
 import struct
 import time
@@ -17,6 +19,7 @@ import trio
 import trainer.inbox
 import trainer.office
 from protocol import codec, limits, messages
+from protocol.calibration import Calibration
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
 from protocol.errors import Code, ConnectionLost, Refused
@@ -27,7 +30,7 @@ from protocol.net.session import Session
 from protocol.policy import Manifest, check_manifest
 from protocol.run import EnvironmentShare, open_genesis
 from protocol.trace import Trace
-from protocol.verdict import CheckOutcome, Outcome, Reason, Receipt, Verdict, check_verdict
+from protocol.verdict import CheckOutcome, Outcome, Reason, Receipt, Verdict, check_verdict, may_replace
 from tests.trainer.scripted_node import (
     ENGINE,
     Client,
@@ -38,6 +41,7 @@ from tests.trainer.scripted_node import (
     dialled,
     held,
     identity_of,
+    made_up_calibration,
     on_trio,
     trainer_at_work,
     trust,
@@ -46,7 +50,8 @@ from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
 from trainer.init import init_run
 from trainer.ledger import Ledger
-from trainer.ledger_rows import GroupState, SlotState, SubmissionState
+from trainer.ledger_rows import CalibrationRow, GroupState, SlotState, SubmissionState
+from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
 from verify.draw import is_drawn
@@ -756,6 +761,62 @@ async def test_an_audit_of_a_group_that_was_given_up_is_not_waited_for(make_run:
             await client.beat()
         trainer.ledger.drop_group(lease.group_id, "older than 8 policy versions")
         assert (await client.verdicts(1))[0].reason is Reason.POLICY_MOVED_ON
+
+
+@on_trio
+async def test_a_node_whose_every_trace_is_slightly_off_is_refused_with_all_it_drew(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node("off") as client:
+        digest = calibrate(trainer)
+        slots = [(lease, slot.index) for lease in await client.leases(8) for slot in lease.slots]
+
+        async def pass_audits(places: list[Any], scores: tuple[float, ...]) -> None:
+            for place in places:
+                await client.submit(script.trace(*place))
+            while trainer.ledger.waiting_audits() < len(places):
+                await client.beat()
+            trainer.audit(calibration=digest, scores=scores)
+
+        # Alone each says e^2 to 1: nothing. ln((e^14 + e^7) / 2) = 13.3 is below ln 10^6 = 13.8, one more is not.
+        await pass_audits(slots[:7], (2.0, 1.0))
+        accepted = await client.verdicts(7)
+        assert {verdict.outcome for verdict in accepted} == {Outcome.ACCEPTED}
+        assert all((each.calibration, each.scores) == (digest, (2.0, 1.0)) for each in accepted)
+        assert trainer.ledger.count_groups(GroupState.COMPLETE) == 1
+        await pass_audits(slots[7:8], (2.0, 1.0))
+        refused = await client.verdicts(8)
+        assert {verdict.reason for verdict in refused} == {Reason.NODE_EVIDENCE}
+        assert {verdict.trace_digest for verdict in accepted} < {verdict.trace_digest for verdict in refused}
+        earlier = {verdict.trace_digest: verdict for verdict in accepted}
+        for verdict in refused:
+            check_verdict(verdict)
+            assert verdict.trace_digest not in earlier or may_replace(verdict, earlier[verdict.trace_digest])
+            (node,) = [check for check in verdict.checks if check.name == "node"]
+            assert node.value == pytest.approx(math.log((math.exp(16) + math.exp(8)) / 2)), "each trace counts once"
+        assert trainer.ledger.count_groups(GroupState.COMPLETE) == 0, "none of it is learned from"
+        found = trainer.ledger.view("SELECT accepted, refused, audits_passed, audits_failed FROM nodes")[0]
+        assert found == {"accepted": 0, "refused": 8, "audits_passed": 0, "audits_failed": 8}
+        assert not any(trainer.ledger.latest_audits(client.who.node, trainer.ledger.last_verdict()))
+        text = trainer.ledger.view("SELECT text FROM events WHERE kind = 'audit' ORDER BY id")[0]["text"]
+        assert "7 that passed one under policy version 0 are judged again" in text
+
+
+@on_trio
+async def test_what_an_auditor_measured_is_signed_and_stands_beside_the_verdicts(
+    make_run: MakeRun, script: Script
+) -> None:
+    run = make_run(audits=True)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        calibration = made_up_calibration(run, pair_of(ENGINE, run.config))
+        body = codec.encode(calibration)
+        digest = hashlib.sha256(body).digest()
+        trainer.ledger.add_calibration(CalibrationRow(digest, pair_name(calibration.pair), 0, 0, body, None))
+        while (row := trainer.ledger.calibration(digest)) is None or row.signed is None:
+            await client.beat()
+        signed = codec.decode(Signed, row.signed)
+        assert signed.digest == digest and unseal(Calibration, signed, signer=run.genesis.trainer) == calibration
+        assert trainer.ledger.calibrated_pairs() == {"script float32 cpu by transformers float32 cpu"}
 
 
 # --- restarts and a full disk ---

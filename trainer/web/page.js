@@ -63,6 +63,8 @@ function nodeRow(node) {
     [number(node.accepted), "n"],
     [number(node.refused), node.refused ? "n bad" : "n"],
     [number(node.audits_passed) + (node.audits_failed ? " (" + node.audits_failed + " failed)" : ""), node.audits_failed ? "n bad" : "n"],
+    [number(100 * node.rate) + " %", "n"],
+    [number(node.stake, 2), "n"],
     [number(node.expired), "n"],
     [node.engine, "soft"],
   ];
@@ -110,6 +112,7 @@ async function refresh() {
   chart("staleness", steps.map((step) => [step.version, step.staleness_mean]), 4);
   at("join").textContent = state.address ? "rlnode join " + state.address : "the gateway is starting…";
   fill("nodes", state.nodes.map(nodeRow));
+  at("pairs").textContent = state.pairs.map((each) => each.pair + ": " + (each.note === null ? "calibrated" : "new, audited in full (" + each.note + ")")).join(" · ");
   const reasons = Object.entries(state.refusals).map(([reason, count]) => reason + " " + count);
   at("reasons").textContent = reasons.length ? reasons.join(" · ") : "none so far";
   fill("refusals", refused.map((each) => [[time(each.judged_ms), "soft"], [each.reason, "bad"], [tail(each.node), "", each.node], [each.digest.slice(0, 16) + "…", "soft", each.digest]]));
