@@ -11,8 +11,9 @@ from tests.e2e.network import Network
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    made = Network(tmp_path)
+def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
+    """Settings of the run may be given as the fixture's parameter."""
+    made = Network(tmp_path, **getattr(request, "param", {}))
     try:
         yield made
     finally:

@@ -20,6 +20,8 @@ def refused_for(network: Network, reason: str) -> int:
     return count
 
 
+# A short staleness lets the first epochs be closed within the test.
+@pytest.mark.parametrize("network", [{"staleness_limit": 2, "staleness_target": 1}], indirect=True)
 def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(network: Network) -> None:
     serving = network.serve()
     honest, cheater = network.join("honest"), network.join_cheater()
@@ -51,6 +53,17 @@ def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(net
         assert found["outcome"] == outcome
         assert found["trainer"]["agrees"], found["trainer"]
     assert found["reason"] == "MARGIN"
+
+    # And so the whole run, from the log that is exported while it is served.
+    wait_until(lambda: network.ledger.sealed() >= 1, 60, "the first epoch is closed")
+    log = network.folder / "log"
+    exported = call("trainer.cli", "export-log", network.run.path, log)
+    assert exported.returncode == 0, exported.stderr
+    checked = call("verify.cli", "audit", log, "--sample", "4", "--json")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    found = json.loads(checked.stdout)
+    assert found["agrees"] and found["sealed"] >= 1 and found["checked"]["draws"] > 0
+    assert found["checked"]["verdicts reached again"] == found["checked"]["traces replayed"] > 100
 
     # Ctrl-C ends everything soon and in order.
     begun = time.monotonic()
