@@ -34,8 +34,8 @@ from verify.judge import judge
 from verify.model import PolicyModel
 from verify.prefill import Passage, Verifier
 from verify.reference import ReferenceRun, draw, play
-from verify.scores import chunk_table, margin_table, sigma_of, table_scores
-from verify.thresholds import limits_for
+from verify.scores import chunk_table, margin_table, sigma_of, spread, table_scores
+from verify.thresholds import floors_for, limits_for
 from verify.toploc import ChunkResult, build_many, compare_many
 
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ POWER_CHUNKS: Final = 64  # 32 traces of 64 tokens: within so many int8 must be 
 _ROUNDS: Final = 4  # times TRACES, where traces are short
 _SLOTS: Final = 2  # completions of one task
 _QUANTILES: Final = (0.5, 0.9, 0.99, 0.999, 1.0)
-_SPARE: Final = 1.5  # a limit, in the largest value seen
+_SPARE: Final = 2.0  # a limit, in the largest value seen
 
 
 class TooNoisy(UsageError):
@@ -386,7 +386,8 @@ def derive(subject: Subject, measured: Sequence[Measured], imitation: Floats, cr
     logprobs = np.concatenate([each.logprobs for each in measured])
     temperatures = np.concatenate([np.full(len(each.margins), each.temperature) for each in measured])
     diversity = float(np.mean(1 - np.exp(np.minimum(logprobs, 0.0))))
-    sigma = sigma_of(int(np.count_nonzero(margins > 0)), len(margins), diversity)
+    differences = np.concatenate([each.differences for each in measured])
+    sigma = max(sigma_of(int(np.count_nonzero(margins > 0)), len(margins), diversity), spread(differences, logprobs))
     limits = _limits(subject.pair, measured, sigma)
     try:
         margin_scores = margin_table(margins, logprobs, temperatures)
@@ -424,7 +425,7 @@ def _int8_nats(table: ScoreTable, imitation: Floats) -> float:
 
 def _limits(pair: Pair, measured: Sequence[Measured], sigma: float) -> Limits:
     ceilings = limits_for(pair.worker_dtype, pair.verifier_dtype)
-    floors = limits_for("float32", "float32")
+    floors = floors_for(pair.worker_dtype, pair.verifier_dtype)
     chunks = [chunk for each in measured for chunk in each.chunks]
     seen = {
         "exponent_mismatches": max(chunk.exponent_mismatches * _share(chunk) for chunk in chunks),
@@ -433,15 +434,15 @@ def _limits(pair: Pair, measured: Sequence[Measured], sigma: float) -> Limits:
         "mantissa_median": max(chunk.mantissa_median for chunk in chunks),
         "logprob_tolerance": max(float(each.differences.max()) for each in measured),
     }
-    margin = max(2 * max(float(each.margins.max()) for each in measured), 10 * sigma)
+    largest = max(float(each.margins.max()) for each in measured)
+    margin = max(2 * largest, 10 * sigma)
     for name, value in {"margin_hard": margin, **seen}.items():
         # SPEC 10.6: what honesty needs is within the ceiling, or there are no limits.
         if not value <= getattr(ceilings, name):
             raise TooNoisy(_too_noisy(f"{name} needs {value:.3g}, at most {getattr(ceilings, name):g}"))
-    spare = {
-        name: min(max(_SPARE * value, getattr(floors, name)), getattr(ceilings, name)) for name, value in seen.items()
-    }
-    return Limits(margin_hard=max(margin, floors.margin_hard), margin_budget=ceilings.margin_budget, **spare)
+    spare = {name: _SPARE * value for name, value in seen.items()} | {"margin_hard": margin}
+    held = {name: min(max(each, getattr(floors, name)), getattr(ceilings, name)) for name, each in spare.items()}
+    return Limits(margin_budget=ceilings.margin_budget, **held)
 
 
 def _share(chunk: ChunkResult) -> float:

@@ -29,11 +29,16 @@ _MARGIN_SLACK: Final = 1.5  # honest tails of margins times this: tasks differ i
 _MARGIN_FLOOR: Final = 1e-4  # least probability of a bin of margins under honesty
 _NOISES: Final = (2, 4, 16)  # standard deviation of an alternative's logits, in those that explain the honest bound
 _SPLICED: Final = 0.1  # share of tokens not drawn by the seed
-_FACTORS: Final = (1.1, 1.2, 1.4, 2.0)  # mantissa errors of an alternative, in honest ones
-_LEAST_MANTISSA: Final = 1 / 32  # what a factor multiplies where honest errors are zero
+# Alternatives of chunks: the honest probability to be above an edge raised to a power below 1 (Lehmann's), which
+# needs no scale and so serves where honest errors are all zero too; and the share of chunks that are honest.
+_RAISED: Final = {
+    "up a little": (0.5, 0.0),
+    "up": (0.25, 0.0),
+    "half of them far up": (0.1, 0.5),
+    "half of them beyond": (0.02, 0.5),
+}
 _FINEST: Final = 2 ** (1 / 16)  # ratio of neighbouring edges
 _SMALLEST_EDGE: Final = 1 / 64
-_HONEST_SHARE: Final = 0.5  # of an alternative's chunks: so that cheating now and then shows too
 DRIFT: Final = 1.05  # honest mantissa errors may grow by so much as the policy is trained
 _MOST_DRIFT: Final = 1.6
 
@@ -95,11 +100,18 @@ def _masses(tail: Floats) -> Floats:
 
 
 def _scores(p0: Floats, p1: Floats) -> tuple[float, ...]:
-    """ln(p1/p0) a bin, neighbours that fall pooled (which keeps the mean of exp at Σp1 = 1), capped above."""
+    """ln(p1/p0) a bin, neighbours that fall pooled (which keeps the mean of exp at Σp1 = 1), capped above.
+
+    Bins that neither reaches go with the next one: honesty's share of what is beyond its sample lies at the far end.
+    """
     blocks: list[tuple[float, float, int]] = []
+    empty = 0
     for mass0, mass1 in zip(p0.tolist(), p1.tolist(), strict=True):
-        block = (mass0, mass1, 1)
-        # The ratio of the block before is at least this one's; also where both are empty.
+        if mass0 == mass1 == 0:
+            empty += 1
+            continue
+        block, empty = (mass0, mass1, empty + 1), 0
+        # The ratio of the block before is at least this one's.
         while blocks and blocks[-1][1] * block[0] >= block[1] * blocks[-1][0]:
             last = blocks.pop()
             block = (last[0] + block[0], last[1] + block[1], last[2] + block[2])
@@ -109,7 +121,7 @@ def _scores(p0: Floats, p1: Floats) -> tuple[float, ...]:
         ratio = mass1 / mass0 if mass0 > 0 else math.inf
         # A bin the alternative never reaches clears a node of it no more than the cap accuses it.
         scores += [max(-float(MAX_SCORE_NATS), min(float(MAX_SCORE_NATS), _log(ratio)))] * size
-    return tuple(scores)
+    return tuple(scores + scores[-1:] * empty)
 
 
 def _log(ratio: float) -> float:
@@ -146,6 +158,13 @@ def unseeded_tail(logprobs: Floats, temperatures: Floats, edges: Sequence[float]
 def sigma_of(mismatches: int, count: int, diversity: float) -> float:
     """The standard deviation of the logits' error that explains so many margins above 0 (mismatch = 0.564·σ·G)."""
     return mismatches / count * math.sqrt(math.pi) / diversity if count and diversity > 0 else 0.0
+
+
+def spread(differences: Floats, logprobs: Floats) -> float:
+    """The standard deviation of the logits' error that explains differences of logprobs: a logprob moves by 1 − p
+    times what its logit moves by against the others."""
+    moved = float(np.mean((1 - np.exp(np.minimum(logprobs, 0.0))) ** 2))
+    return math.sqrt(float(np.mean(differences**2)) / moved) if moved > 0 else 0.0
 
 
 def margin_table(margins: Floats, logprobs: Floats, temperatures: Floats) -> ScoreTable:
@@ -190,14 +209,11 @@ def chunk_table(traces: Sequence[Floats]) -> ScoreTable:
     """
     values = np.concatenate([*traces, np.zeros(0)])
     edges = _chunk_edges(values)
-    plain = np.maximum(values, _LEAST_MANTISSA)
     drift = DRIFT
     while drift < _MOST_DRIFT:
         honest = bounded_tails(values * drift, edges)
         alternatives = {
-            f"times {factor:g}": _HONEST_SHARE * honest
-            + (1 - _HONEST_SHARE) * np.maximum(honest, tails(plain * factor, edges))
-            for factor in _FACTORS
+            name: share * honest + (1 - share) * honest**exponent for name, (exponent, share) in _RAISED.items()
         }
         table = make_table(edges, honest, alternatives)
         if _holds_for(table, traces):
