@@ -17,7 +17,7 @@ ways, marks = sys.argv[1].split(","), Path(sys.argv[2])
 HOARD_MIB = 1024
 
 
-def fatal(auditor: audit.Auditor, cases: Any) -> Any:
+def fatal(auditor: audit.Auditor, cases: Any, *more: Any) -> Any:
     number = len(list(marks.iterdir()))
     (marks / str(number)).touch()
     if ways[number] == "killed":

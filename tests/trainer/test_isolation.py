@@ -17,7 +17,7 @@ from protocol.envelope import seal, unseal
 from protocol.errors import UsageError
 from protocol.run import EnvironmentShare
 from protocol.trace import Trace, TraceFile
-from protocol.verdict import Outcome, Reason
+from protocol.verdict import Outcome, Reason, Verdict
 from tests.trainer.scripted_node import Script, trainer_at_work
 from trainer import cli
 from trainer.config import TrainerConfig
@@ -79,10 +79,13 @@ async def scenario(run: Run, ways: str, causes: list[str], marks: Path) -> None:
         await client.send(signed)
         supervisor = Supervisor(run, trainer.ledger, [deadly(run, ways, marks)])
         try:
-            with trio.fail_after(240):  # three starts of torch, on a machine that may do ten other things
-                while not (verdicts := await client.beat()):
+            verdicts: list[Verdict] = []
+            with trio.move_on_after(240):  # three starts of torch, on a machine that may do ten other things
+                while not verdicts:
                     supervisor.look()
+                    verdicts = await client.beat()
                     await trio.sleep(0.02)
+            assert verdicts, supervisor.news
         finally:
             supervisor.stop()
         assert len(list(marks.iterdir())) == 2, "a third auditor does not try"
