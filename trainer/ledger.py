@@ -5,9 +5,9 @@ them may be killed at any point: the gateway writes submissions, an auditor clai
 them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
 acknowledged to a node or to another process was committed with an fsync first.
 
-All SQL of the project is in this file, but for the schema (ledger_rows.py). Not here: who gets
-which lease (dispatch.py), what a trace is worth (verify/), when a group may be learned from
-(batch.py).
+All SQL of the project is in this file, but for the schema (ledger_rows.py) and the log of the run
+(ledger_log.py). Not here: who gets which lease (dispatch.py), what a trace is worth (verify/), when
+a group may be learned from (batch.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 from protocol.errors import StorageError, UsageError
 from protocol.log import Draw
 from protocol.verdict import Reason
+from trainer.ledger_log import LogOfRun
 from trainer.ledger_rows import (
     CALIBRATION_COLUMNS,
     GROUP_COLUMNS,
-    OF_EPOCH,
     OF_GROUP,
     SCHEMA,
     SCHEMA_VERSION,
@@ -60,7 +60,7 @@ MOST_PAIRS = 64  # of engines that are remembered: nodes name theirs as they lik
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger:
+class Ledger(LogOfRun):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -773,80 +773,11 @@ class Ledger:
         ).fetchone()[0]
         return count
 
-    # --- the log: epochs are closed one after the other, and nothing of a closed one changes (gateway) ---
-
-    def sealed(self) -> int:
-        """How many epochs are closed: versions 0 to this number are, itself not included."""
-        count: int = self._db.execute("SELECT COALESCE(MAX(version) + 1, 0) FROM epochs").fetchone()[0]
-        return count
-
-    def seal(self, version: int) -> bytes | None:
-        """The canonical Signed Epoch of a closed epoch."""
-        row = self._db.execute("SELECT signed FROM epochs WHERE version = ?", (version,)).fetchone()
-        return None if row is None else row[0]
+    # --- the log (gateway); what is read of an epoch: ledger_log.py ---
 
     def add_seal(self, version: int, signed: bytes) -> None:
         with self.write():
             self._db.execute("INSERT INTO epochs VALUES (?, ?)", (version, signed))
-
-    def is_settled(self, version: int) -> bool:
-        """Whether nothing of a policy version waits: no group that may yet be learned from, no open lease, no
-        submission without a verdict."""
-        row = self._db.execute(
-            "SELECT NOT EXISTS (SELECT 1 FROM groups WHERE state IN (?, ?) AND policy_version = ?) "
-            "AND NOT EXISTS (SELECT 1 FROM leases WHERE policy_version = ? AND state = ?) "
-            "AND NOT EXISTS (SELECT 1 FROM submissions WHERE state IN (?, ?, ?) AND policy_version = ?)",
-            (
-                GroupState.OPEN, GroupState.COMPLETE, version, version, LeaseState.OPEN,
-                SubmissionState.RECEIVED, SubmissionState.AUDIT, SubmissionState.AUDITED, version,
-            ),
-        ).fetchone()  # fmt: skip
-        return bool(row[0])
-
-    def leases_of(self, version: int) -> list[bytes]:
-        """The canonical Signed leases of a policy version, in order of issue."""
-        rows = self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,))
-        return [row[0] for row in rows]
-
-    def logged_submissions(self, version: int) -> list[tuple[bytes, int | None, float, float, int]]:
-        """(canonical Signed receipt, the draw's seen or None without a draw, floor, rate, drawn) of a policy version's
-        submissions, oldest first."""
-        return self._db.execute(
-            "SELECT receipt, draw_seen, draw_floor, draw_rate, drawn FROM submissions WHERE policy_version = ? "
-            "ORDER BY sequence",
-            (version,),
-        ).fetchall()
-
-    def calibrations_named(self, version: int) -> list[bytes]:
-        """The canonical Signed calibrations that an epoch's verdicts name, by digest rising."""
-        rows = self._db.execute(
-            "SELECT signed FROM calibrations WHERE digest IN "
-            "(SELECT DISTINCT calibration FROM verdicts WHERE epoch = ?) AND signed IS NOT NULL ORDER BY digest",
-            (version,),
-        )
-        return [row[0] for row in rows]
-
-    def epoch_size(self, version: int) -> tuple[int, int, int]:
-        """How many leases, submissions and verdicts an epoch has."""
-        counts = [
-            self._db.execute(f"SELECT COUNT(*) FROM {table} WHERE {column} = ?", (version,)).fetchone()[0]
-            for table, column in OF_EPOCH
-        ]
-        return (counts[0], counts[1], counts[2])
-
-    def logged_verdicts(self, version: int) -> list[tuple[int, bytes]]:
-        """(sequence, canonical Signed) of an epoch's verdicts, oldest first."""
-        return self._db.execute(
-            "SELECT sequence, signed FROM verdicts WHERE epoch = ? ORDER BY sequence", (version,)
-        ).fetchall()
-
-    def submitted(self, version: int) -> list[bytes]:
-        """The digests of a policy version's traces that are still here, oldest first."""
-        rows = self._db.execute(
-            "SELECT digest FROM submissions WHERE policy_version = ? AND trace IS NOT NULL ORDER BY sequence",
-            (version,),
-        )
-        return [row[0] for row in rows]
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
