@@ -157,7 +157,7 @@ class _Bucket:
         octets = self._words[words].view(np.uint8).reshape(-1, 8)
         counts = np.bitwise_count(octets)
         ends = np.cumsum(counts, axis=1, dtype=np.uint8)
-        chosen = (ends <= left[:, None]).sum(axis=1)
+        chosen = (ends > left[:, None]).argmax(axis=1)
         row = np.arange(ranks.size)
         left -= ends[row, chosen] - counts[row, chosen]
         positions: Ints = 64 * words + 8 * chosen + _SELECTIONS[octets[row, chosen], left]
@@ -183,6 +183,13 @@ def _from_ordinals(ordinals: Ints) -> Bits:
 
 
 # --- numbers and subsets ---
+
+
+def _gaps(members: Ints) -> Ints:
+    """Non-members before each member since the one before it; members ascending, at least one."""
+    gaps = members.copy()
+    gaps[1:] -= members[:-1] + 1
+    return gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +225,7 @@ class _Writer:
         self.directory += varint(members.size)
         if not 0 < members.size < of:
             return
-        gaps = np.diff(members, prepend=-1) - 1
+        gaps = _gaps(members)
         mode, cost = self._cheapest(gaps)
         if cost < of:
             self._numbers(gaps, mode)
@@ -360,7 +367,7 @@ class _Parts:
                 raise _malformed("the bits end early")
             self._bit, window = start, min(left, 2 * window)
         self._bit = start + int(ones[count - 1]) + 1
-        return np.diff(ones[:count], prepend=-1) - 1
+        return _gaps(ones[:count])
 
     def finish(self) -> None:
         rest = self._bits.size - -(-self._bit // 8)
@@ -580,6 +587,9 @@ class _Source:
 
     def take_most(self, count: int) -> bytes:
         """The next `count` bytes, fewer only at the end."""
+        if len(self._piece) >= count:
+            taken, self._piece = bytes(self._piece[:count]), self._piece[count:]
+            return taken
         parts: list[memoryview] = []
         while count:
             if not self._piece:
