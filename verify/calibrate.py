@@ -48,6 +48,7 @@ POWER_CHUNKS: Final = 64  # 32 traces of 64 tokens: within so many int8 must be 
 _ROUNDS: Final = 4  # times TRACES, where traces are short
 _SLOTS: Final = 2  # completions of one task
 _QUANTILES: Final = (0.5, 0.9, 0.99, 0.999, 1.0)
+_SIGMAS: Final = 7  # a margin is the difference of two logits: five of its standard deviations
 _SPARE: Final = 2.0  # a limit, in the largest value seen
 
 
@@ -435,7 +436,7 @@ def _limits(pair: Pair, measured: Sequence[Measured], sigma: float) -> Limits:
         "logprob_tolerance": max(float(each.differences.max()) for each in measured),
     }
     largest = max(float(each.margins.max()) for each in measured)
-    margin = max(2 * largest, 10 * sigma)
+    margin = max(2 * largest, _SIGMAS * sigma)
     for name, value in {"margin_hard": margin, **seen}.items():
         # SPEC 10.6: what honesty needs is within the ceiling, or there are no limits.
         if not value <= getattr(ceilings, name):

@@ -1,4 +1,5 @@
-"""The numeric vectors: noise.json (SPEC 10.2 to 10.4) and toploc.json (SPEC 10.5), as `build()` for generate.py.
+"""The numeric vectors: noise.json (SPEC 10.2 to 10.4), toploc.json (SPEC 10.5) and scores.json (SPEC 10.8), as
+`build()` for generate.py.
 
 The SPEC's arithmetic written a second time, slowly and in plain Python integers, so that a fault of the product's
 numpy cannot hide in them. Not here: reading them (tests/protocol/test_noise.py, tests/verify/test_toploc.py).
@@ -11,6 +12,11 @@ toploc.json
     prove    tokens, hidden, states → proofs
     compare  tokens, hidden, states, proofs → one result a chunk; means to 1e-9
     form     tokens, hidden, proofs → nothing, or the reason's code
+scores.json
+    bins      table, values → the bin of each
+    scores    margins_table, proofs_table, margins, temperature, chunks as [tokens, mantissa mean] → S_j to 1e-9
+    evidence  scores → E to 1e-9
+    node      traces' scores in order → value to 1e-9, and failed, of the check `node` at each
 `states` are bfloat16 bits in hex, u16 big-endian, row by row; or {"seed", "change"}: the i-th value is
 (h(seed, 0, i) >> 16) & 0xBFFF, h of SPEC 10.2, then each index of `change` replaced by its value.
 """
@@ -334,12 +340,96 @@ def malformed(proof: bytes) -> list[Entry]:
     ]
 
 
+# --- SPEC 10.8 ---
+
+ENOUGH = math.log(10**6)
+MARGIN_TABLE: Entry = {
+    "edges": [0.0, 0.02, 0.5],
+    "alternatives": [
+        {"name": "noise", "scores": [-0.125, 0.5, 1.0, 1.5]},
+        {"name": "unseeded", "scores": [-0.75, 2.5, 4.5, 5.0]},
+    ],
+}
+PROOF_TABLE: Entry = {"edges": [1.25, 2.0], "alternatives": [{"name": "up", "scores": [-0.5, 0.25, 1.75]}]}
+
+
+def bin_of(value: float, edges: list[float]) -> int:
+    return sum(1 for edge in edges if edge < value)
+
+
+def sums_of(table: Entry, values: list[float]) -> list[float]:
+    edges = table["edges"]
+    return [math.fsum(each["scores"][bin_of(x, edges)] for x in values) for each in table["alternatives"]]
+
+
+def evidence_of(sums: list[float]) -> float:
+    top = max(sums)
+    return round(top + math.log(sum(math.exp(each - top) for each in sums) / len(sums)), 9)
+
+
+def trace_of(margins: list[float], temperature: float, chunks: list[list[float]]) -> list[float]:
+    """chunks: (tokens, mantissa mean) of each."""
+    scaled = [margin * min(1.0, temperature) for margin in margins]
+    means = [mean for length, mean in chunks if length >= 8]
+    return sums_of(MARGIN_TABLE, scaled) + sums_of(PROOF_TABLE, means)
+
+
+def node_of(traces: list[list[float]]) -> list[Entry]:
+    """What the check `node` finds at each trace."""
+    found, sums = [], [0.0] * len(traces[0])
+    for scores in traces:
+        sums = [a + b for a, b in zip(sums, scores, strict=True)]
+        value = evidence_of(sums)
+        found.append({"value": value, "failed": value > ENOUGH})
+    return found
+
+
+def scores_file() -> Entry:
+    valid: list[Entry] = []
+    values = [0.0, 1e-30, 0.02, 0.020000000000000004, 0.5, 1e9]
+    places = [bin_of(x, MARGIN_TABLE["edges"]) for x in values]
+    comment = "a value on an edge is below it"
+    valid.append(
+        {"name": "bins", "comment": comment, "op": "bins", "table": MARGIN_TABLE, "values": values, "value": places}
+    )
+    tables: Entry = {"margins_table": MARGIN_TABLE, "proofs_table": PROOF_TABLE}
+    for name, comment, margins, temperature, chunks in (
+        ("honest", "every token the drawn one", [0.0] * 40, 1.0, [[32, 1.0], [8, 1.25]]),
+        ("cold", "at temperature 0.5 margins count half", [0.0, 0.04, 1.0, 1.0625], 0.5, [[32, 2.0]]),
+        ("warm", "above 1 they count whole", [0.0, 0.0625, 0.5], 1.25, [[32, 2.0625]]),
+        ("short_tail", "a chunk of 7 tokens is not judged", [0.0] * 39, 1.0, [[32, 1.5], [7, 128.0]]),
+        ("only_short", "no chunk is judged: its alternatives stay at 0", [0.0, 0.75], 1.0, [[2, 3.0]]),
+        ("not_one_agrees", "a mantissa mean of 128", [0.0] * 32, 1.0, [[32, 128.0]]),
+    ):
+        inputs = {"margins": margins, "temperature": temperature, "chunks": chunks}
+        answer = trace_of(margins, temperature, chunks)
+        valid.append({"name": name, "comment": comment, "op": "scores", **tables, **inputs, "value": answer})
+    for name, comment, sums in (
+        ("evidence_none", "nothing said", [0.0, 0.0, 0.0]),
+        ("evidence_one", "one alternative speaks", [12.0, -3.0, -40.0]),
+        ("evidence_enough", "just above ln 10^6", [14.9142, -100.0, 2.0]),
+        ("evidence_large", "sums whose exponential no double holds", [2000.0, 1999.5, -2000.0]),
+        ("evidence_small", "sums far below zero", [-2000.0, -1999.5]),
+    ):
+        answer_ = evidence_of(sums)
+        valid.append({"name": name, "comment": comment, "op": "evidence", "scores": sums, "value": answer_})
+    for name, comment, traces in (
+        ("node_honest", "evidence that only falls", [[-0.5, -1.0, -0.25]] * 5),
+        ("node_slow", "too little a trace, enough at the sixth", [[2.5, -1.0, 0.5]] * 6),
+        ("node_forgiven", "what was said against it is outweighed", [[9.0, 0.0, 0.0], [-9.0, 0.0, 0.0]]),
+    ):
+        valid.append({"name": name, "comment": comment, "op": "node", "traces": traces, "value": node_of(traces)})
+    other: Entry = {"op": "node", "traces": [[1.0, 2.0], [1.0, 2.0, 3.0]], "error": "USAGE"}
+    invalid = [{"name": "node_of_two_calibrations", "comment": "scores of different tables do not add up", **other}]
+    return {"spec": SPEC, "section": "10.8", "valid": valid, "invalid": invalid}
+
+
 WIDE_SEED = 2  # the first whose states need a modulus below 65497
 
 
 def build() -> dict[str, Entry]:
     """File name → content."""
-    return {"noise.json": noise_file(), "toploc.json": toploc_file()}
+    return {"noise.json": noise_file(), "toploc.json": toploc_file(), "scores.json": scores_file()}
 
 
 def main() -> None:
