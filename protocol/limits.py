@@ -29,6 +29,14 @@ MAX_DELTA_TABLE_BYTES: Final = 16 * 1024 * 1024
 MAX_SECTION_BYTES: Final = 2 * 1024 * 1024  # of a tensor, coded at once
 MAX_NAME_CHARACTERS: Final = 256
 
+# --- peers ---
+MAX_PEERS_PER_REPLY: Final = 64
+MAX_PEER_ADDRESSES: Final = 4  # of one node
+MAX_PEERS_ASKED: Final = 16  # by key, in one request
+MAX_VERSIONS: Final = 64  # of policies that one node says it holds
+MAX_HAVES: Final = 8_192  # blobs asked about at once: 32 GiB
+MAX_HAVE_DIGESTS: Final = 256  # of one notice
+
 # --- lease ---
 MAX_SLOTS_PER_LEASE: Final = 64
 MAX_GROUP_SIZE: Final = 1024

@@ -55,14 +55,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class GetManifest:
-    """node → trainer. `version` nil asks for the latest."""
+    """node → trainer; on the blob protocol node → node. `version` nil asks for the latest there is."""
 
     version: Annotated[int | None, codec.Maybe(codec.UInt())]
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestReply:
-    """trainer → node."""
+    """trainer → node; on the blob protocol node → node."""
 
     manifest: Annotated[Signed, codec.Object(Signed)]
 
@@ -172,6 +172,54 @@ class AuditAsked:
     text: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A node that others may fetch from: where it listens, and the policy versions it holds whole."""
+
+    node: Annotated[bytes, codec.Bytes(32)]
+    addresses: Annotated[tuple[str, ...], codec.Many(codec.Text(limits.MAX_NAME_CHARACTERS), limits.MAX_PEER_ADDRESSES)]
+    versions: Annotated[tuple[int, ...], codec.Many(codec.UInt(), limits.MAX_VERSIONS)]
+
+
+@dataclass(frozen=True, slots=True)
+class GetPeers:
+    """node → trainer: this is where I listen (nowhere: I do not serve) and what I hold; who else is there for
+    `version`, and are the nodes in `about` of this run?"""
+
+    version: Annotated[int | None, codec.Maybe(codec.UInt())]
+    addresses: Annotated[tuple[str, ...], codec.Many(codec.Text(limits.MAX_NAME_CHARACTERS), limits.MAX_PEER_ADDRESSES)]
+    versions: Annotated[tuple[int, ...], codec.Many(codec.UInt(), limits.MAX_VERSIONS)]
+    about: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_PEERS_ASKED)]
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReply:
+    """trainer → node: those of `about` that are connected, then others at random."""
+
+    peers: Annotated[tuple[Peer, ...], codec.Many(codec.Object(Peer), limits.MAX_PEERS_PER_REPLY)]
+
+
+@dataclass(frozen=True, slots=True)
+class GetHaves:
+    """node → node, on the blob protocol: which of these do you have? Also asks for Have notices about the rest."""
+
+    digests: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_HAVES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Haves:
+    """node → node. Bit i (byte i >> 3, high bit first) answers for digest i."""
+
+    bitmap: Annotated[bytes, codec.Bytes(0, limits.MAX_HAVES // 8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Have:
+    """node → node, notice on the blob protocol: these, which you asked about, I have now."""
+
+    digests: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_HAVE_DIGESTS)]
+
+
 # SPEC 9.3: message numbers. Append-only.
 MESSAGES: Final[dict[int, type]] = {
     1: Hello,
@@ -191,6 +239,11 @@ MESSAGES: Final[dict[int, type]] = {
     15: BlobReply,
     16: AskAudit,
     17: AuditAsked,
+    18: GetPeers,
+    19: PeersReply,
+    20: GetHaves,
+    21: Haves,
+    22: Have,
 }
 _NUMBERS: Final = {cls: number for number, cls in MESSAGES.items()}
 

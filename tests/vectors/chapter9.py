@@ -42,7 +42,7 @@ def messages() -> dict[str, Any]:
     for name, comment, error, data in (
         ("no_number", "an empty body", "MALFORMED", b""),
         ("number_0", "zero is no message", "MALFORMED", b"\0" + wire.encode("Returned", {})),
-        ("number_18", "not assigned", "MALFORMED", b"\x12" + wire.encode("Returned", {})),
+        ("number_23", "not assigned", "MALFORMED", b"\x17" + wire.encode("Returned", {})),
         ("number_255", "not assigned", "MALFORMED", b"\xff" + wire.encode("Returned", {})),
         ("number_of_another", "a heartbeat as a hello", "MALFORMED", b"\1" + wire.encode("Heartbeat", heartbeat())),
         ("number_alone", "no object follows", "MALFORMED", b"\1"),
@@ -100,6 +100,32 @@ def messages() -> dict[str, Any]:
             "a number where a flag belongs",
             "MALFORMED",
             b"\x11" + with_raw("AuditAsked", values["AuditAsked"], "granted", b"\1"),
+        ),
+        (
+            "peers_65",
+            "more peers than a reply may carry",
+            "TOO_LARGE",
+            b"\x13" + with_raw("PeersReply", values["PeersReply"], "peers", wire.array_head(65)),
+        ),
+        (
+            "addresses_5",
+            "one address too many",
+            "TOO_LARGE",
+            b"\x12" + with_raw("GetPeers", values["GetPeers"], "addresses", wire.array([wire.text("a")] * 5)),
+        ),
+        (
+            "haves_8193",
+            "more digests than one request may ask about",
+            "TOO_LARGE",
+            b"\x14" + with_raw("GetHaves", values["GetHaves"], "digests", wire.array_head(8_193)),
+        ),
+        ("haves_digest_short", "31 bytes", "MALFORMED", b"\x14" + wire.encode("GetHaves", {"digests": [bytes(31)]})),
+        ("haves_bitmap_long", "1,025 bytes", "MALFORMED", b"\x15" + wire.encode("Haves", {"bitmap": bytes(1_025)})),
+        (
+            "have_257",
+            "one too many",
+            "TOO_LARGE",
+            b"\x16" + with_raw("Have", values["Have"], "digests", wire.array_head(257)),
         ),
         (
             "verdicts_257",

@@ -290,4 +290,9 @@ def messages_of_the_run() -> dict[str, dict[str, Any]]:
         "BlobReply": {"data": CONFIG},
         "AskAudit": {"digest": TRACE_DIGEST},
         "AuditAsked": {"granted": True, "text": "another auditor looks at it"},
+        "GetPeers": {"version": 0, "addresses": ["/ip4/203.0.113.9/tcp/4002"], "versions": [], "about": [NODE.public]},
+        "PeersReply": {"peers": [{"node": NODE.public, "addresses": ["/ip4/203.0.113.7/tcp/4001"], "versions": [0]}]},
+        "GetHaves": {"digests": [sha256(CONFIG), sha256(b"")]},
+        "Haves": {"bitmap": b"\x80"},
+        "Have": {"digests": [sha256(CONFIG)]},
     }

@@ -247,6 +247,12 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "BlobReply": {"data": "bytes"},
     "AskAudit": {"digest": "bytes"},
     "AuditAsked": {"granted": "flag", "text": "text"},
+    "Peer": {"node": "bytes", "addresses": "[text]", "versions": "[uint]"},
+    "GetPeers": {"version": "uint?", "addresses": "[text]", "versions": "[uint]", "about": "[bytes]"},
+    "PeersReply": {"peers": "[Peer]"},
+    "GetHaves": {"digests": "[bytes]"},
+    "Haves": {"bitmap": "bytes"},
+    "Have": {"digests": "[bytes]"},
 }
 
 DOMAINS = {
@@ -278,6 +284,11 @@ NUMBERS = {
     "BlobReply": 15,
     "AskAudit": 16,
     "AuditAsked": 17,
+    "GetPeers": 18,
+    "PeersReply": 19,
+    "GetHaves": 20,
+    "Haves": 21,
+    "Have": 22,
 }
 
 
