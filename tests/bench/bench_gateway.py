@@ -24,19 +24,29 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 BAR_TRACES_PER_SECOND = 200
 SLOTS = 32  # asked for at once
+PASSED = 400  # audits of each node before
 IN_FLIGHT = 8  # submissions of one node, as rlnode's
 
 
-def make_run(path: Path) -> None:
+def make_run(path: Path, nodes: int) -> None:
+    """A run whose nodes passed so many audits that next to none of their traces is drawn for one."""
     from protocol.run import EnvironmentShare
+    from tests.trainer.scripted_node import calibrate, identity_of, trust
     from trainer.config import TrainerConfig
     from trainer.init import init_run
+    from trainer.ledger import Ledger
 
     config = TrainerConfig(
         listen="/ip4/127.0.0.1/tcp/0", group_size=8, open_groups=64, groups_per_step=1_000, max_turn_tokens=14,
-        max_tokens=64, audit_first=0, audit_rate=1e-9, keep_traces=1_000,
+        max_tokens=64, audit_floor=1e-9, keep_traces=1_000,
     )  # fmt: skip
-    init_run(path, name="bench", policy="embedded", environments=(EnvironmentShare("tools8@1", "", 1),), config=config)
+    shares = (EnvironmentShare("tools8@1", "", 1),)
+    run = init_run(path, name="bench", policy="embedded", environments=shares, config=config)
+    ledger = Ledger(run.folder.ledger)
+    calibrate(run, ledger)
+    for number in range(nodes):
+        trust(ledger, identity_of(f"bench {number}"), PASSED)
+    ledger.close()
 
 
 # --- the nodes' process ---
@@ -56,12 +66,12 @@ def load(address: str, policy: Path, count: int, traces: int) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(count):
-                nursery.start_soon(play_node, where, script, number, left)
+                nursery.start_soon(play_node, where, script, number, PASSED * count, left)
 
     trio.run(main)
 
 
-async def play_node(where: Any, script: Any, number: int, left: list[int]) -> None:
+async def play_node(where: Any, script: Any, number: int, cursor: int, left: list[int]) -> None:
     """One node: leases, traces, now and then a heartbeat."""
     import trio
 
@@ -73,6 +83,7 @@ async def play_node(where: Any, script: Any, number: int, left: list[int]) -> No
     who = identity_of(f"bench {number}")
     async with p2p.open_host(who) as host, dialled(host, where.dial, who, where.run) as client:
         await client.hello()
+        client.cursor = cursor
 
         async def submit(work: list[tuple[Lease, int]]) -> None:
             while work:
@@ -106,7 +117,7 @@ def measure(traces: int, nodes: int) -> int:
     folder = Path(tempfile.mkdtemp(prefix="bench-gateway-"))
     children: list[subprocess.Popen[bytes]] = []
     try:
-        make_run(folder / "run")
+        make_run(folder / "run", nodes)
         run = open_run(folder / "run")
         cores = sorted(os.sched_getaffinity(0))
         gateway = start(["-m", "trainer.gateway", str(folder / "run")], cores[:1])
@@ -121,7 +132,7 @@ def measure(traces: int, nodes: int) -> int:
         )  # fmt: skip
         children.append(nodes_process)
         ledger = Ledger(run.folder.ledger)
-        samples = watch(ledger, watched, nodes_process)
+        samples = watch(ledger, watched, nodes_process, PASSED * nodes)
         wall = time.monotonic() - began
         after = watched.cpu_times()
         report(samples, wall, after.user + after.system - before.user - before.system)
@@ -154,7 +165,7 @@ def wait_for_address(path: Path) -> str:
     return path.read_text().strip()
 
 
-def watch(ledger: Any, gateway: Any, nodes: subprocess.Popen[bytes]) -> list[tuple[int, float]]:
+def watch(ledger: Any, gateway: Any, nodes: subprocess.Popen[bytes], before: int) -> list[tuple[int, float]]:
     """(verdicts given, gateway's MiB) twice a second; takes complete groups away as a learner does."""
     samples = []
     while nodes.poll() is None or ledger.view("SELECT 1 FROM submissions WHERE state = 'RECEIVED' LIMIT 1"):
@@ -162,7 +173,7 @@ def watch(ledger: Any, gateway: Any, nodes: subprocess.Popen[bytes]) -> list[tup
             for outcome in ledger.complete_groups():
                 ledger.drop_group(outcome.group_id, "taken by the benchmark")
         judged = ledger.view("SELECT COALESCE(MAX(sequence), 0) AS n FROM verdicts")[0]["n"]
-        samples.append((judged, gateway.memory_info().rss / 2**20))
+        samples.append((judged - before, gateway.memory_info().rss / 2**20))
         time.sleep(0.5)
     return samples
 

@@ -39,7 +39,7 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import CalibrationRow, SubmissionState
 from trainer.office import Office, open_office
 from trainer.pairs import pair_name, pair_of
-from trainer.rundir import Run
+from trainer.rundir import Run, load_run_identity
 from verify.check import DEAR
 from verify.finding import Finding, as_check, passed, skipped
 from verify.structure import policy_shape
@@ -228,29 +228,32 @@ class Trainer:
         scores: tuple[float, ...] = (),
     ) -> int:
         """Answer every waiting audit as an auditor would: passed, or failed for `reason`. How many."""
-        rows = self.ledger.claim_audits(by, 0, 1_000)
-        result = codec.encode(replace(audit_result(reason), calibration=calibration, scores=scores))
-        for row in rows:
-            self.ledger.finish_audit(row.sequence, result, np.zeros(1, np.float32) if scores else None)
-        return len(rows)
+        result = replace(audit_result(reason), calibration=calibration, scores=scores)
+        return answer_audits(self.ledger, result, by)
 
 
-def trust(trainer: Trainer, client: Client, audits: int) -> None:
-    """Let a node have passed so many audits before."""
-    with trainer.ledger.write():
+def answer_audits(ledger: Ledger, result: AuditResult, by: str = "auditor-0") -> int:
+    """What an auditor does with every audit that waits, with one answer for all of them; how many."""
+    rows = ledger.claim_audits(by, 0, 1_000)
+    for row in rows:
+        ledger.finish_audit(row.sequence, codec.encode(result), np.zeros(1, np.float32) if result.scores else None)
+    return len(rows)
+
+
+def trust(ledger: Ledger, who: Identity, audits: int) -> int:
+    """Let a node have passed so many audits before; where its cursor must begin, for no verdict tells of them."""
+    with ledger.write():
         for number in range(audits):
-            digest = hashlib.sha256(f"{client.who.peer_id} {number}".encode()).digest()
-            trainer.ledger.add_verdict(client.who.node, digest, SubmissionState.ACCEPTED, None, True, 0, b"")
-    client.cursor = trainer.ledger.last_verdict()
+            digest = hashlib.sha256(f"{who.peer_id} {number}".encode()).digest()
+            ledger.add_verdict(who.node, digest, SubmissionState.ACCEPTED, None, True, 0, b"")
+    return ledger.last_verdict()
 
 
-def calibrate(trainer: Trainer, engine: EngineDescriptor = ENGINE, **changes: Any) -> bytes:
+def calibrate(run: Run, ledger: Ledger, engine: EngineDescriptor = ENGINE) -> bytes:
     """Let the pair of this engine and the trainer's auditors be calibrated; the calibration's digest."""
-    pair = pair_of(engine, trainer.run.config)
-    calibration = replace(made_up_calibration(trainer.run, pair), **changes)
-    signed = seal(trainer.office.signer, calibration)
-    row = CalibrationRow(signed.digest, pair_name(pair), 0, 0, signed.payload, codec.encode(signed))
-    trainer.ledger.add_calibration(row)
+    pair = pair_of(engine, run.config)
+    signed = seal(load_run_identity(run), made_up_calibration(run, pair))
+    ledger.add_calibration(CalibrationRow(signed.digest, pair_name(pair), 0, 0, signed.payload, codec.encode(signed)))
     return signed.digest
 
 

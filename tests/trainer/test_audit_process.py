@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer.calibrating
 from protocol import codec
 from protocol.errors import EngineError
 from protocol.verdict import CheckOutcome, Reason
@@ -24,6 +25,12 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionRow, SubmissionState
 from trainer.rundir import Run
 from verify.check import DEAR
+
+
+@pytest.fixture(autouse=True)
+def _by_the_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without measuring pairs first (test_calibrating.py does)."""
+    monkeypatch.setattr(trainer.calibrating, "IMITATED", ())
 
 
 @pytest.fixture(autouse=True)

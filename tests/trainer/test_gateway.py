@@ -617,7 +617,7 @@ def draws(trainer: Trainer) -> dict[bytes, Draw | None]:
 async def test_a_new_node_is_audited_in_full(make_run: MakeRun, script: Script) -> None:
     run = make_run(audits=True, audit_first=8)
     async with trainer_at_work(run) as trainer, trainer.node() as client:
-        calibrate(trainer)
+        calibrate(trainer.run, trainer.ledger)
         slots = [(lease, slot.index) for lease in await client.leases(16) for slot in lease.slots]
         for place in slots[:8]:
             await client.submit(script.trace(*place))
@@ -639,8 +639,8 @@ async def test_a_new_node_is_audited_in_full(make_run: MakeRun, script: Script) 
 async def test_a_draw_can_be_repeated_from_what_the_ledger_says_of_it(make_run: MakeRun, script: Script) -> None:
     run = make_run(audits=True)
     async with trainer_at_work(run) as trainer, trainer.node() as client:
-        calibrate(trainer)
-        trust(trainer, client, 100)
+        calibrate(trainer.run, trainer.ledger)
+        client.cursor = trust(trainer.ledger, client.who, 100)
         traces = [script.trace(lease, slot.index) for lease in await client.leases(16) for slot in lease.slots]
         for trace in traces:
             await client.submit(trace)
@@ -666,8 +666,8 @@ async def test_a_trusted_node_is_audited_in_full_while_its_pair_of_engines_is_no
     make_run: MakeRun, script: Script
 ) -> None:
     async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
-        calibrate(trainer, dataclasses.replace(ENGINE, name="another"))
-        trust(trainer, client, 400)
+        calibrate(trainer.run, trainer.ledger, dataclasses.replace(ENGINE, name="another"))
+        client.cursor = trust(trainer.ledger, client.who, 400)
         (lease,) = await client.leases(4)
         for slot in range(4):
             await client.submit(script.trace(lease, slot))
@@ -680,12 +680,12 @@ async def test_a_trusted_node_is_audited_in_full_while_its_pair_of_engines_is_no
 async def test_what_an_audit_found_counts_for_every_draw_after_it(make_run: MakeRun, script: Script) -> None:
     """A failed audit and a new trace that wait for the judge together: the trace is drawn by the failure."""
     async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node() as client:
-        calibrate(trainer)
+        calibrate(trainer.run, trainer.ledger)
         slots = [(lease, slot.index) for lease in await client.leases(8) for slot in lease.slots]
         await client.submit(script.trace(*slots[0]))
         while trainer.ledger.waiting_audits() == 0:
             await client.beat()
-        trust(trainer, client, 400)
+        client.cursor = trust(trainer.ledger, client.who, 400)
         judge = trainer.office.judge
         with held(judge):
             trainer.audit(Reason.MARGIN)
@@ -768,7 +768,7 @@ async def test_a_node_whose_every_trace_is_slightly_off_is_refused_with_all_it_d
     make_run: MakeRun, script: Script
 ) -> None:
     async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node("off") as client:
-        digest = calibrate(trainer)
+        digest = calibrate(trainer.run, trainer.ledger)
         slots = [(lease, slot.index) for lease in await client.leases(8) for slot in lease.slots]
 
         async def pass_audits(places: list[Any], scores: tuple[float, ...]) -> None:

@@ -19,7 +19,7 @@ from protocol.errors import NetError, Unreachable
 from protocol.net import p2p
 from protocol.run import EnvironmentShare, RunAddress
 from protocol.verdict import Outcome, Receipt
-from tests.trainer.scripted_node import Client, Script, dialled, identity_of, on_trio
+from tests.trainer.scripted_node import Client, Script, answer_audits, audit_result, dialled, identity_of, on_trio
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
@@ -32,9 +32,7 @@ TRACES = 64
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    config = TrainerConfig(
-        listen="/ip4/127.0.0.1/tcp/0", group_size=8, max_turn_tokens=14, max_tokens=64, audit_first=0, audit_rate=1e-9
-    )
+    config = TrainerConfig(listen="/ip4/127.0.0.1/tcp/0", group_size=8, max_turn_tokens=14, max_tokens=64)
     shares = (EnvironmentShare("tools8@1", "", 1),)
     return init_run(tmp_path / "run", name="test", policy="embedded", environments=shares, config=config)
 
@@ -94,6 +92,15 @@ async def submit_all(client: Client, traces: dict[bytes, Signed], receipts: dict
             nursery.start_soon(work)
 
 
+async def audit(run: Run, receipts: dict[bytes, Signed]) -> None:
+    """The auditor beside the gateway, until all is answered."""
+    ledger = Ledger(run.folder.ledger)
+    while len(receipts) < TRACES or ledger.view("SELECT 1 FROM submissions WHERE state IN ('RECEIVED', 'AUDIT')"):
+        answer_audits(ledger, audit_result())
+        await trio.sleep(0.02)
+    ledger.close()
+
+
 @on_trio
 async def test_a_gateway_killed_while_nodes_submit_loses_nothing_and_counts_nothing_twice(run: Run) -> None:
     who = identity_of("node")
@@ -114,6 +121,7 @@ async def test_a_gateway_killed_while_nodes_submit_loses_nothing_and_counts_noth
                         kept = dict(receipts)
                         async with trio.open_nursery() as nursery:
                             nursery.start_soon(submit_all, client, traces, receipts)
+                            nursery.start_soon(audit, run, receipts)
                             if round_ < ROUNDS:
                                 while len(receipts) < TRACES * (round_ + 1) // (ROUNDS + 1):
                                     await trio.sleep(0)
