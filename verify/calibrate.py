@@ -49,6 +49,7 @@ _ROUNDS: Final = 4  # times TRACES, where traces are short
 _SLOTS: Final = 2  # completions of one task
 _QUANTILES: Final = (0.5, 0.9, 0.99, 0.999, 1.0)
 _SIGMAS: Final = 7  # a margin is the difference of two logits: five of its standard deviations
+_LEAST_SIGMAS: Final = 5
 _SPARE: Final = 2.0  # a limit, in the largest value seen
 
 
@@ -436,12 +437,11 @@ def _limits(pair: Pair, measured: Sequence[Measured], sigma: float) -> Limits:
         "logprob_tolerance": max(float(each.differences.max()) for each in measured),
     }
     largest = max(float(each.margins.max()) for each in measured)
-    margin = max(2 * largest, _SIGMAS * sigma)
-    for name, value in {"margin_hard": margin, **seen}.items():
+    for name, value in {"margin_hard": max(2 * largest, _LEAST_SIGMAS * sigma), **seen}.items():
         # SPEC 10.6: what honesty needs is within the ceiling, or there are no limits.
         if not value <= getattr(ceilings, name):
             raise TooNoisy(_too_noisy(f"{name} needs {value:.3g}, at most {getattr(ceilings, name):g}"))
-    spare = {name: _SPARE * value for name, value in seen.items()} | {"margin_hard": margin}
+    spare = {name: _SPARE * value for name, value in seen.items()} | {"margin_hard": max(2 * largest, _SIGMAS * sigma)}
     held = {name: min(max(each, getattr(floors, name)), getattr(ceilings, name)) for name, each in spare.items()}
     return Limits(margin_budget=ceilings.margin_budget, **held)
 

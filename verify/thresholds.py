@@ -37,9 +37,9 @@ _BFLOAT16 = Limits(
     margin_budget=1.0,
     exponent_mismatches=20.0,
     sign_mismatches=14.0,
-    mantissa_mean=2.5,
-    mantissa_median=2.0,
-    logprob_tolerance=0.5,
+    mantissa_mean=4.0,
+    mantissa_median=3.0,
+    logprob_tolerance=1.0,
 )
 # (worker, verifier). A verifier in float32 is no nearer to a bfloat16 worker than one in bfloat16: the worker's own
 # rounding is what they differ by.
@@ -71,10 +71,15 @@ def limits_for(worker_dtype: str, verifier_dtype: str) -> Limits:
     have to absorb a changed rank 128. A margin of 0.01 is a hundred times the largest error seen, and no token
     may exceed it: one forced token is a forgery. TF32 is not float32 here: switch it off.
 
-    bfloat16 by bfloat16 (vLLM against transformers). Exponent mismatches 3.5 (worst 14), mantissa mean 1.45
-    (worst 1.82), median 1.05 (worst 2); int4 gives 42 / 20 / 15, another question 35 / 17 / 13. A mismatch has a
-    random sign half of the time, and rarely otherwise: 14. Tokens agree in 97.8 to 99.0 %, the largest margin
-    was 0.131 and the logits' standard error about 0.0175, a thirtieth of both 0.5 limits.
+    bfloat16 by bfloat16. vLLM against transformers: exponent mismatches 3.5 (worst 14), mantissa mean 1.45
+    (worst 1.82), median 1.05 (worst 2). Cached decoding against prefill on a CPU without bfloat16 units, 45 chunks
+    and 1,324 tokens: 2.1 (worst 6), 1.37 (worst 2.31), worst median 2; tokens agreed in 97.7 %, the largest margin
+    was 0.22, the logits' error 0.08 and the largest difference of a logprob 0.33. fp8 gives 8 / 4.8 / 3.5, int4
+    42 / 20 / 15, another question 35 / 17 / 13. A mismatch has a random sign half of the time, and rarely
+    otherwise: 14. What is closer than fp8 is left to scores.
+
+    bfloat16 by float32, the same tokens: 2.1 (worst 5), 1.24 (worst 1.92), worst median 1; 98.0 %, 0.10, 0.07, 0.36.
+    So the same limits. On a policy as small and as sure as the embedded one it cannot be told from int8.
     """
     try:
         return _LIMITS[worker_dtype, verifier_dtype]
