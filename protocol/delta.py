@@ -686,7 +686,8 @@ def _usable(base: BaseTensor | None, tensor: DeltaTensor) -> Raw | None:
     """The base's bytes if this tensor may build on them."""
     if base is None or (base.dtype, base.shape, base.raw.size) != (tensor.leaf.dtype, tensor.leaf.shape, tensor.size):
         return None
-    return base.raw
+    # A mapped array is of a slower class.
+    return base.raw.view(np.ndarray)
 
 
 def encode_policy(
@@ -695,7 +696,8 @@ def encode_policy(
     """The delta in pieces of no fixed size (`cut` makes blobs of them).
 
     old, new: a tensor of the base (None where there is none) and of the new policy by name; each is asked for once,
-    in the table's order, and let go before the next. Raises ValueError when `new` does not fit the table.
+    in the table's order, and let go before the next. Raises ValueError when `new` does not fit the table, and
+    DecodeError for a table that no reader would take.
     """
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)
     check_table(table, table.size)
