@@ -333,7 +333,12 @@ class Worker:
         try:
             await engine.call(lambda each: probe(each, vocabulary))
         except EngineError as error:
-            raise LocalError(f"the start-up check of the engine failed: {error}") from error
+            # SPEC 10.3: draws that follow no seed cannot be checked, so there is no run for them.
+            raise LocalError(
+                f"the start-up check of the engine failed: {error}. A node without the seeded draws of SPEC 10 cannot "
+                "take part: its traces could not be checked. Use the engine, torch and transformers that this "
+                "rlcommons was installed with, or another device"
+            ) from error
 
     def _drop_older(self, version: int) -> None:
         for older in [each for each in self.book.versions() if each < version]:
