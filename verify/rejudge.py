@@ -30,7 +30,7 @@ from verify.finding import first_failure
 from verify.judge import fingerprint, recompute
 from verify.log_source import Source, trace_file
 from verify.report import Judged, disagreement
-from verify.structure import policy_shape
+from verify.structure import PolicyShape, policy_shape
 from verify.thresholds import limits_for
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ class Case:
         return len(self.lease.prompt) + len(self.trace.tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What of a policy is needed to replay an episode."""
+
+    tokenizer: PolicyTokenizer
+    shape: PolicyShape
+
+
 class Rejudge:
     """`policies`: a folder of policy folders named by version; None: the source's. `sample`: traces of each epoch
     that are recomputed; None: all."""
@@ -83,10 +91,15 @@ class Rejudge:
         if isinstance(found, str):
             report.undecided[f"traces {found}"] += len(judged)
             return
+        try:
+            reading = Reading(self._tokenizer(opened, found), policy_shape(found))
+        except PolicyError as error:
+            report.undecided[f"traces whose policy cannot be used here ({error})"] += len(judged)
+            return
         chosen = set(judged)
         if self._sample is not None and self._sample < len(judged):
             chosen = set(random.SystemRandom().sample(judged, self._sample))
-        for batch in _batches(self._cases(opened, judged, chosen, found, report)):
+        for batch in _batches(self._cases(opened, judged, chosen, reading, report)):
             self._model.judge(batch, opened.version, found, report)
 
     # --- policies ---
@@ -100,9 +113,11 @@ class Rejudge:
         try:
             folder = self._folder(manifest)
             root = None if folder is None else policy_root(folder)
-        except (PolicyError, UsageError) as error:
+        except PolicyError as error:
             report.add(8, where, str(error))
             return "whose policy is damaged"
+        except OSError as error:
+            raise UsageError(f"{where} cannot be read: {error.strerror}: {error.filename}") from None
         if folder is None or root is None:
             return "whose policy is not at hand"
         if root != manifest.root:
@@ -117,8 +132,10 @@ class Rejudge:
         places = (self._policies / f"{manifest.version:06d}", self._policies / f"v{manifest.version:08d}")
         return next((place for place in places if place.is_dir()), None)
 
-    def _tokenizer(self, manifest: Manifest, folder: Path) -> PolicyTokenizer:
+    def _tokenizer(self, opened: Opened, folder: Path) -> PolicyTokenizer:
         """Kept for the next version, which has the same as a rule."""
+        manifest = opened.manifest
+        assert manifest is not None
         files = (file for file in manifest.files if not file.name.endswith(".safetensors"))
         key = tuple(blob.digest for file in files for blob in file.blobs)
         if key not in self._tokenizers:
@@ -128,11 +145,9 @@ class Rejudge:
     # --- traces ---
 
     def _cases(
-        self, opened: Opened, judged: Sequence[Receipt], chosen: set[Receipt], folder: Path, report: Report
+        self, opened: Opened, judged: Sequence[Receipt], chosen: set[Receipt], reading: Reading, report: Report
     ) -> Iterator[Case]:
         """Those to recompute: they passed the cheap checks and were chosen. The others are compared here."""
-        assert opened.manifest is not None
-        tokenizer, shape = self._tokenizer(opened.manifest, folder), policy_shape(folder)
         verdicts = opened.newest()
         for receipt in judged:
             where = f"{opened.name}, trace {receipt.trace_digest.hex()[:16]}…"
@@ -144,13 +159,13 @@ class Rejudge:
             try:
                 trace = codec.decode(Trace, file.trace.payload, most=MAX_TRACE_BYTES)
                 cheap = cheap_checks(
-                    file.trace, trace, lease, run=report.run, shape=shape, environment=self._environment(lease),
-                    tokenizer=tokenizer, received_ms=receipt.received_ms,
+                    file.trace, trace, lease, run=report.run, shape=reading.shape,
+                    environment=self._environment(lease), tokenizer=reading.tokenizer, received_ms=receipt.received_ms,
                 )  # fmt: skip
             except DecodeError as error:
                 report.add(8, where, f"it is no trace, and has a receipt: {error}")
                 continue
-            except (EnvironmentFault, PolicyError) as error:
+            except (EnvironmentFault, PolicyError, UsageError) as error:
                 report.undecided[f"traces whose task does not replay here ({error})"] += 1
                 continue
             report.counts["traces replayed"] += 1
@@ -158,6 +173,7 @@ class Rejudge:
             why = None if calibration is None else misfit(calibration, trace, report.run)
             if why is not None:
                 report.add(8, where, f"it was not to be judged by the calibration its verdict names: {why}")
+                continue
             case = Case(trace, lease, cheap, verdict, calibration, receipt.trace_digest, where)
             if cheap.reason is None and receipt in chosen:
                 yield case

@@ -61,10 +61,14 @@ class Report:
     undecided: Counter[str] = field(default_factory=Counter)  # what could not be checked, by why
     notes: Counter[str] = field(default_factory=Counter)  # what is no disagreement and worth knowing
     disagreements: list[Disagreement] = field(default_factory=list)
-    disagreeing: int = 0
+    by_step: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def disagreeing(self) -> int:
+        return self.by_step.total()
 
     def add(self, step: int, where: str, what: str) -> None:
-        self.disagreeing += 1
+        self.by_step[step] += 1
         if len(self.disagreements) < LISTED:
             self.disagreements.append(Disagreement(step, where, what))
 

@@ -65,9 +65,8 @@ def print_report(report: Report) -> None:
     console.print(f"run {report.run.hex()[:16]}… of trainer {identity.peer_id(report.genesis.trainer)}", soft_wrap=True)
     console.print(f"{report.epochs} epochs, {report.sealed} of them closed and sealed")
     table = Table(box=None, pad_edge=False, show_header=False)
-    by_step = [each.step for each in report.disagreements]
     for step, name in _STEPS.items():
-        wrong = by_step.count(step)
+        wrong = report.by_step[step]
         outcome = Text(f"{wrong} disagree", style="bold red") if wrong else Text("agree", style="green")
         counted = [f"{report.counts[what]:,} {what}" for what in _COUNTED.get(step, ()) if report.counts[what]]
         if step == 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import shutil
 import threading
@@ -429,3 +430,20 @@ def test_a_server_that_answers_too_much_too_little_or_elsewhere_is_refused(tmp_p
             read_index(source)
     with pytest.raises(UsageError, match="cannot be had"):
         WebSource(url).read("log.json", 10)
+
+
+def test_a_byte_changed_anywhere_is_found_or_makes_the_log_unusable(log: SmallLog, tmp_path: Path) -> None:
+    folder = log.write(tmp_path / "log", traces=True)
+    files = sorted(path for path in folder.rglob("*.msgpack") if path.parent.name != "traces")
+    dice = random.Random(5)
+    for _ in range(24):
+        path = dice.choice(files)
+        data = bytearray(path.read_bytes())
+        place, bit = dice.randrange(len(data)), 1 << dice.randrange(8)
+        path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+        source = FolderSource(folder)
+        try:
+            assert audit_run(source, Rejudge(source, None, 0, "cpu")).disagreeing, (path.name, place, bit)
+        except UsageError:
+            assert path.name == "genesis.msgpack", (path.name, place, bit)
+        path.write_bytes(data)
