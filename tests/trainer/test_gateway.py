@@ -48,6 +48,7 @@ from tests.trainer.scripted_node import (
 )
 from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
+from trainer.export_log import export_log
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.ledger_rows import CalibrationRow, GroupState, SlotState, SubmissionState
@@ -56,6 +57,9 @@ from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
 from verify.draw import is_drawn
 from verify.finding import Finding, as_check
+from verify.log_source import FolderSource
+from verify.rejudge import Rejudge
+from verify.run_audit import audit_run
 from verify.standing import newest_audits, rate, sampling_rate
 
 SHARES = (EnvironmentShare("tools8@1", "", 1),)
@@ -765,9 +769,9 @@ async def test_an_audit_of_a_group_that_was_given_up_is_not_waited_for(make_run:
 
 @on_trio
 async def test_a_node_whose_every_trace_is_slightly_off_is_refused_with_all_it_drew(
-    make_run: MakeRun, script: Script
+    make_run: MakeRun, script: Script, tmp_path: Path
 ) -> None:
-    async with trainer_at_work(make_run(audits=True)) as trainer, trainer.node("off") as client:
+    async with trainer_at_work(run := make_run(audits=True)) as trainer, trainer.node("off") as client:
         digest = calibrate(trainer.run, trainer.ledger)
         slots = [(lease, slot.index) for lease in await client.leases(8) for slot in lease.slots]
 
@@ -800,6 +804,10 @@ async def test_a_node_whose_every_trace_is_slightly_off_is_refused_with_all_it_d
         assert not any(trainer.ledger.latest_audits(client.who.node, trainer.ledger.last_verdict()))
         text = trainer.ledger.view("SELECT text FROM events WHERE kind = 'audit' ORDER BY id")[0]["text"]
         assert "7 that passed one under policy version 0 are judged again" in text
+        export_log(run, trainer.ledger, tmp_path / "log", traces=True, policies=True)
+    source = FolderSource(tmp_path / "log")
+    report = audit_run(source, Rejudge(source, None, 0, "cpu"))
+    assert report.disagreements == [] and report.counts["scores"] == 15, "who has the log comes to the same"
 
 
 @on_trio

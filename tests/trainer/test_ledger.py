@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import StorageError, UsageError
 from trainer.ledger import Ledger
-from trainer.ledger_rows import GroupRow, GroupState, LeaseState, NewSubmission, SlotState, SubmissionState
+from trainer.ledger_rows import GroupRow, GroupState, LeaseState, NewSubmission, SlotState, StepRow, SubmissionState
 
 NODE, OTHER = b"N" * 32, b"O" * 32
 GROUP = b"G" * 16
@@ -100,6 +100,32 @@ def test_the_latest_audits_of_a_node_come_newest_first(ledger: Ledger) -> None:
     assert ledger.latest_audits(NODE, last - 2) == [False, True], "as it was before the last of them"
     assert ledger.latest_audits(OTHER, last) == []
     assert ledger.latest_audits(NODE, 0) == []
+
+
+def test_only_what_may_still_be_learned_from_is_judged_again(ledger: Ledger) -> None:
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    digests = [submit(ledger, slot) for slot in (0, 1)]
+    for digest in digests:
+        row = ledger.submission(digest)
+        assert row is not None
+        ledger.send_to_audit(row.sequence, 1.0, b"checks")
+        ledger.finish_audit(row.sequence, b"result", None)
+        judge(ledger, digest, SubmissionState.ACCEPTED, audited=True)
+    assert ledger.count_groups(GroupState.COMPLETE) == 1
+    assert ledger.judge_again(NODE, 1) == 0, "of another policy version"
+    assert ledger.judge_again(OTHER, 0) == 0
+    assert ledger.judge_again(NODE, 0) == 2
+    assert ledger.count_groups(GroupState.OPEN) == 1
+    assert [row.audit for row in ledger.submissions(SubmissionState.AUDITED, 9)] == [b"result"] * 2
+    before = ledger.last_verdict()
+    for digest in digests:
+        judge(ledger, digest, SubmissionState.ACCEPTED, audited=True)
+    assert ledger.count_groups(GroupState.COMPLETE) == 1
+    assert ledger.last_verdict() == before and ledger.audit_record(NODE) == (2, 0), "the verdicts stand"
+    step = StepRow(1, 1, 1, 2, 60, 1.0, 0, 0.0, 0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+    ledger.record_step(step, b"root", [GROUP])
+    assert ledger.judge_again(NODE, 0) == 0, "it is learned from already"
 
 
 def test_bodies_of_old_traces_are_forgotten_and_everything_else_is_kept(ledger: Ledger) -> None:
