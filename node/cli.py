@@ -62,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     device.add_argument("--cpu", action="store_true", help="use the processor (the default)")
     join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 32, on a GPU 128)")
     join.add_argument("--threads", type=int, metavar="N", help="of the engine on a processor (default: all)")
+    join.add_argument("--listen", metavar="ADDRESS", help="for other nodes (default /ip4/0.0.0.0/tcp/0: any free port)")
+    join.add_argument("--no-serve", action="store_true", help="give other nodes nothing; needs no open port")
+    join.add_argument(
+        "--upload-cap", type=float, metavar="MIB_PER_S", help="most to give to other nodes a second (default 10)"
+    )
+    join.add_argument(
+        "--mirror", action="append", default=[], metavar="URL", help="a static copy of the policies; may be repeated"
+    )
     join.add_argument("--disk", type=float, metavar="GIB", help="most the home folder may hold (default: no limit)")
 
     doctor = commands.add_parser("doctor", parents=[home, as_json], help="what works, what does not, what to do")
@@ -126,6 +134,7 @@ def _join(options: argparse.Namespace) -> int:
 
     from node.config import GIB, NodeConfig, default_threads
     from node.display import shown
+    from node.mirror import check_mirror
     from node.report import Status
     from node.store import load_address
     from protocol.net.base import Address
@@ -138,7 +147,10 @@ def _join(options: argparse.Namespace) -> int:
             f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
         )
     Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
+    for url in options.mirror:
+        check_mirror(url)
     on_gpu = options.gpu is not None
+    sharing = {"listen": options.listen, "upload_cap": options.upload_cap}
     config = NodeConfig(
         address=address,
         home=home,
@@ -146,6 +158,9 @@ def _join(options: argparse.Namespace) -> int:
         slots=options.slots if options.slots is not None else 128 if on_gpu else 32,
         threads=options.threads if options.threads is not None else default_threads(),
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
+        serve=not options.no_serve,
+        mirrors=tuple(options.mirror),
+        **{name: value for name, value in sharing.items() if value is not None},
     )
     status = Status()
     try:

@@ -54,9 +54,15 @@ class NodeConfig:
 
     # --- network ---
     dial_seconds: float = 20.0  # a slow home link needs about 3; more is a dead address
-    blobs_in_flight: int = 4  # fills a link of 100 Mbit/s at 200 ms; 4 blobs are 16 MiB of memory
+    blobs_in_flight: int = 8  # of all sources; 4 fill a link of 100 Mbit/s at 200 ms; 8 blobs are 32 MiB of memory
     blob_seconds: float = 120.0  # 4 MiB in this time is 280 kbit/s: slower is as good as stalled
     submits_in_flight: int = 8  # hides the round trip; a trace is at most 3 MiB
+
+    # --- other nodes ---
+    serve: bool = True  # pieces of policies to other nodes: what makes the trainer's link carry any crowd
+    listen: str = "/ip4/0.0.0.0/tcp/0"  # for them, when serving; any free port
+    upload_cap: float = 10.0  # MiB a second to all of them together: a home line of 100 Mbit/s is left alone
+    mirrors: tuple[str, ...] = ()  # URLs of static copies (rltrainer publish --mirror)
 
     # --- environments ---
     environment_threads: int = 4  # steps run beside the engine, so that a slow tool stalls one slot only
@@ -74,5 +80,7 @@ class NodeConfig:
             raise UsageError(f"--slots must be 1 to 4096, not {self.slots}")
         if self.threads < 1:
             raise UsageError(f"--threads must be at least 1, not {self.threads}")
+        if not self.upload_cap > 0:
+            raise UsageError("--upload-cap must be more than 0 MiB a second; to give nothing there is --no-serve")
         if self.disk_bytes is not None and self.disk_bytes < 1:
             raise UsageError("--disk must be more than 0 GiB")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
 from node.report import Event, Level, Report, Status
+from node.store import size_text
 
 _STYLES: Final = {Level.DETAIL: "dim", Level.INFO: "", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 _PANEL_PER_SECOND: Final = 2
@@ -107,8 +108,9 @@ def summary(status: Status) -> str:
     refused = sum(status.refused.values())
     reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
     policy = "none" if status.policy_version is None else str(status.policy_version)
+    fetching = f"fetching {status.download}; " if status.download else ""
     return (
-        f"policy {policy}, {status.slots_busy} of {status.slots_total} slots busy, "
+        f"{fetching}policy {policy}, {status.slots_busy} of {status.slots_total} slots busy, "
         f"{status.tokens.rate():.0f} tok/s, {status.traces_drawn} traces drawn, {status.traces_received} received, "
         f"{status.accepted} accepted, {refused} refused, {status.unsent} waiting{reward}"
     )
@@ -149,7 +151,12 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "engine", status.engine or "starting"
     newest = "" if status.latest_version is None else f" (newest {status.latest_version})"
     policy = "none yet" if status.policy_version is None else str(status.policy_version)
-    yield "policy", (status.download or policy + newest)
+    yield "policy", policy + newest
+    if status.download:
+        yield "fetching", status.download
+    if status.given_bytes:
+        given, rate = size_text(status.given_bytes), size_text(int(status.giving.rate()))
+        yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
     yield (
         "work",
         f"{status.slots_busy}/{status.slots_total} slots, {status.leases_waiting} waiting, "
@@ -186,6 +193,10 @@ def describe_status(status: dict[str, Any]) -> str:
         ),
         ("verdicts", f"{status['accepted']} accepted, refused: {refused}"),
     ]
+    if status.get("download"):
+        rows.insert(5, ("fetching", status["download"]))
+    if status.get("given_bytes"):
+        rows.append(("sharing", f"{size_text(status['given_bytes'])} of policies given to other nodes"))
     if status["last_refusal"]:
         rows.append(("last refusal", status["last_refusal"]))
     return "\n".join(f"{name:>12}  {value}" for name, value in rows)

@@ -16,11 +16,16 @@ from node import store as stores
 from node.config import NodeConfig
 from node.engine import Engine
 from node.failures import foremost
+from node.mirror import MirrorSource
+from node.peers import PeerBook, PeerExchange, told_addresses
 from node.report import Event, Level, Report, Status
+from node.scout import Scout
+from node.serving import BlobServer
 from node.session import Parts, TrainerClock, TrainerLink
 from node.submit import Submitter
+from node.swarm import Swarm
 from node.verdicts import Verdicts
-from node.weights import PeerBlobs, PolicyFollower
+from node.weights import PolicyFollower
 from node.worker import Terms, Worker
 from protocol.errors import StorageError
 from protocol.identity import Identity
@@ -29,6 +34,9 @@ from protocol.net.base import Host
 OpenHost = Callable[[Identity], AbstractAsyncContextManager[Host]]
 
 _STATUS_SECONDS: Final = 1.0
+_MIB: Final = 1024 * 1024
+_MOST_NODES: Final = 256  # connected to this one: each asks a few others
+_PEERS_NAME: Final = "peers.msgpack"
 
 
 def make_engine(config: NodeConfig) -> Engine:
@@ -39,11 +47,13 @@ def make_engine(config: NodeConfig) -> Engine:
     return TransformersEngine(device=config.device, slots=config.slots, threads=threads)
 
 
-def open_p2p_host(who: Identity) -> AbstractAsyncContextManager[Host]:
-    """A host that only dials: a node needs no open port."""
+def open_p2p_host(config: NodeConfig) -> OpenHost:
+    """Hosts that listen for other nodes, or only dial. Raises UsageError, once opened, when they cannot listen."""
     from protocol.net import p2p
+    from protocol.net.base import HostLimits
 
-    return p2p.open_host(who)
+    listen = (config.listen,) if config.serve else ()
+    return lambda who: p2p.open_host(who, listen=listen, limits=HostLimits(connections=_MOST_NODES))
 
 
 async def join(
@@ -52,7 +62,7 @@ async def join(
     status: Status,
     stop: trio.Event,
     *,
-    open_host: OpenHost = open_p2p_host,
+    open_host: OpenHost | None = None,
     make: Callable[[NodeConfig], Engine] = make_engine,
 ) -> None:
     """Work for the run at `config.address` until `stop`. Raises the RLCommonsError that ended it."""
@@ -62,7 +72,7 @@ async def join(
         _introduce(config, identity, made, report, status)
         store = home.run(config.address.run, config)
         try:
-            async with open_host(identity) as host:
+            async with (open_host or open_p2p_host(config))(identity) as host:
                 with foremost():
                     await _run_parts(config, identity, store, host, report, status, stop, make)
         finally:
@@ -91,19 +101,33 @@ async def _run_parts(
 ) -> None:
     address, clock, random = config.address, TrainerClock(), Random()
     async with trio.open_nursery() as nursery:
-        source = PeerBlobs(nursery, host, address.dial, address.trainer, config)
+        book = PeerBook(store.folder / _PEERS_NAME, identity.node)
+        mirrors = [MirrorSource(url, seconds=config.dial_seconds) for url in config.mirrors]
+        swarm = Swarm(nursery, host, config, book, report, random, mirrors=mirrors)
+        server = BlobServer(store, book, config.upload_cap * _MIB, status)
+        listening = told_addresses(host.addresses) if config.serve else ()
+        if listening:
+            server.start(host)
         terms = Terms(address.run, address.trainer, identity)
         worker = Worker(terms, config, store, lambda: make(config), clock.now_ms, report, status, random)
+
+        def ready(held: stores.HeldPolicy) -> None:
+            worker.policy_ready(held)
+            book.stir()  # so that others hear soon who has it
+
         follower = PolicyFollower(
-            address.run, address.trainer, config, store, source, worker.policy_ready, report, status, random
+            address.run, address.trainer, store, swarm, ready, report, status, piece_here=server.tell
         )
+        exchange = PeerExchange(book, listening, lambda: store.held, lambda: follower.latest, report)
+        scout = Scout(swarm, follower, clock.now_ms, status, report, random)
         verdicts = Verdicts(address.run, address.trainer, identity.node, store, report, status)
         submitter = Submitter(terms, config, store, worker, verdicts, report, status)
-        parts = Parts(store, worker, follower, submitter, verdicts)
+        parts = Parts(store, worker, follower, submitter, verdicts, exchange)
         link = TrainerLink(address, host, config, parts, clock, report, status, random)
         link.resume()
         nursery.start_soon(worker.run)
         nursery.start_soon(follower.run)
+        nursery.start_soon(scout.run)
         nursery.start_soon(link.run)
         nursery.start_soon(_keep_status, config, status)
         await stop.wait()

@@ -84,7 +84,10 @@ class Status:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     not_judged: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
-    download: str = ""  # progress of the policy being fetched
+    download: str = ""  # progress of the policy being fetched, for a person
+    downloading: dict[str, Any] = field(default_factory=dict)  # the same in figures; empty when there is none
+    given_bytes: int = 0  # to other nodes, pieces of policies
+    giving: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
     started: float = field(default_factory=time.time)
 
@@ -113,6 +116,9 @@ class Status:
             "last_refusal": self.last_refusal,
             "tokens_per_second": round(self.tokens.rate(), 1),
             "download": self.download,
+            "downloading": self.downloading,
+            "given_bytes": self.given_bytes,
+            "giving_bytes_per_second": int(self.giving.rate()),
             "started": self.started,
             "written": time.time(),
         }

@@ -21,6 +21,7 @@ from node.asking import FATAL, LATER, Asker
 from node.config import NodeConfig
 from node.failures import foremost
 from node.leases import GiveBack
+from node.peers import PeerExchange
 from node.report import Event, Level, Report, Status
 from node.store import RunStore
 from node.submit import Submitter
@@ -75,6 +76,7 @@ class Parts:
     follower: PolicyFollower
     submitter: Submitter
     verdicts: Verdicts
+    exchange: PeerExchange
 
 
 class TrainerLink:
@@ -99,6 +101,7 @@ class TrainerLink:
         self._follower = parts.follower
         self._submitter = parts.submitter
         self._verdicts = parts.verdicts
+        self._exchange = parts.exchange
         self._clock = clock
         self._report = report
         self._status = status
@@ -151,7 +154,8 @@ class TrainerLink:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(session.run, _refuse_request, self._on_notice)
                 await self._hello(asker)
-                for each in (self._heartbeats, self._ask_leases, self._submitter.run, self._return_leases):
+                lasting = (self._heartbeats, self._ask_leases, self._submitter.run, self._return_leases)
+                for each in (*lasting, self._exchange.run):
                     nursery.start_soon(each, asker)
                 nursery.start_soon(reaudit.serve, self._store.folder, asker, self._report)
         finally:

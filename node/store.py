@@ -349,6 +349,10 @@ class RunStore:
                     return data
         return None
 
+    def has_blob(self, digest: bytes) -> bool:
+        """Whether a blob lies here, by its name alone."""
+        return (self._blobs / digest.hex()).exists() or any(digest in held.places for held in self.held.values())
+
     def drop_blobs(self, keep: Iterable[bytes] = ()) -> None:
         """Forget pieces that no download needs any more."""
         names = {digest.hex() for digest in keep}

@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import trio
@@ -42,6 +43,7 @@ from protocol.run import RunAddress
 from trainer.child import alone, end_with_parent, now_ms, say
 from trainer.leasing import Leasing
 from trainer.office import MANIFEST_DAYS, Office, open_office, sign_calibrations, sign_manifest
+from trainer.peers import PeerList
 from trainer.rundir import Run, open_run
 from trainer.shelf import read_blob
 from trainer.visit import Visit
@@ -66,6 +68,7 @@ class Gateway:
         self.office = office
         self.writer = office.writer
         self.beats: dict[bytes, tuple[int, messages.Heartbeat]] = {}
+        self.peers = PeerList(Random())
         self._disk_reserve = disk_reserve
         self._visits: dict[bytes, Visit] = {}
         self._blob_streams: Counter[bytes] = Counter()
@@ -102,6 +105,7 @@ class Gateway:
             if self._visits.get(visit.node) is visit:
                 del self._visits[visit.node]
                 self.beats.pop(visit.node, None)
+                self.peers.forget(visit.node)
                 self.office.clerk.submit(lambda: self.writer.lose_node(visit.node))
 
     async def met(self, visit: Visit) -> None:

@@ -44,6 +44,7 @@ class Visit:
             messages.Submit: self._submit,
             messages.Heartbeat: self._beat,
             messages.AskAudit: self._ask_audit,
+            messages.GetPeers: self._peers,
         }
 
     async def answer(self, body: bytes) -> bytes:
@@ -136,6 +137,11 @@ class Visit:
             verdicts=tuple(codec.decode(Signed, signed) for _, signed in found),
             verdict_cursor=found[-1][0] if found else request.verdict_cursor,
         )
+
+
+    async def _peers(self, request: messages.GetPeers, received_ms: int) -> messages.PeersReply:
+        self._gateway.peers.note(self.node, request)
+        return messages.PeersReply(self._gateway.peers.choose(self.node, request))
 
 
 def check_clock(theirs_ms: int, ours_ms: int) -> None:

@@ -79,6 +79,22 @@ def _port(text: str, port: str) -> int:
     return int(port)
 
 
+def peer_address(multiaddr: str, node: bytes) -> str | None:
+    """The address to dial of a node that says it listens at `multiaddr`; None for what nobody should dial.
+
+    SPEC 9.6: an IP address and a port, never a name: a stranger must not choose whom nodes look up.
+    """
+    try:
+        parsed = Address.parse(f"{multiaddr}/p2p/{identity.peer_id(node)}")
+    except UsageError:
+        return None
+    if parsed.network == "memory":
+        return str(parsed)
+    if parsed.network.startswith("dns") or not parsed.port or ipaddress.ip_address(parsed.host).is_unspecified:
+        return None
+    return str(parsed)
+
+
 @dataclass(frozen=True, slots=True)
 class HostLimits:
     """What strangers may cost us. Each side chooses its own; defaults fit a machine with 1 GiB to spare."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import trio
@@ -26,6 +27,7 @@ from protocol.policy import Manifest, describe, policy_root
 from protocol.run import EnvironmentShare, Genesis, RunAddress, run_id
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Fingerprint, Outcome, Reason, Receipt, Verdict
+from trainer.peers import PeerList
 
 ENVIRONMENT = "tools8@1"
 
@@ -61,6 +63,7 @@ class SmallTrainer:
     submissions: int = 0
     verdicts: list[Signed] = field(default_factory=list)
     blobs_served: int = 0
+    peers: PeerList = field(default_factory=lambda: PeerList(Random(1)))
     on_request: Callable[[Any], Any] | None = None  # a reply, an error, or None for the usual answer
     on_blob: Callable[[bytes, bytes], bytes] | None = None  # (digest, right bytes) → what is sent
     changed: trio.Event = field(default_factory=trio.Event)
@@ -142,6 +145,7 @@ class SmallTrainer:
         except NetError:
             pass
         finally:
+            self.peers.forget(stream.peer)
             self._sessions.remove(session)
             self._streams.remove(stream)
 
@@ -164,6 +168,9 @@ class SmallTrainer:
                 return messages.ManifestReply(self.policies[latest].signed)
             case messages.GetLeases():
                 return self._give_leases(node, request)
+            case messages.GetPeers():
+                self.peers.note(node, request)
+                return messages.PeersReply(self.peers.choose(node, request))
             case messages.ReturnLease():
                 self.returned[request.lease_id] = request.cause
                 return messages.Returned()

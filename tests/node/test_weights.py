@@ -13,9 +13,11 @@ import pytest
 import trio
 
 from node.config import NodeConfig
+from node.peers import PeerBook
 from node.report import Event, Level, Status
 from node.store import HeldPolicy, RunStore
-from node.weights import PeerBlobs, PolicyFollower
+from node.swarm import Swarm
+from node.weights import PolicyFollower
 from protocol.envelope import seal
 from protocol.errors import Code, RemoteError
 from protocol.identity import Identity
@@ -81,17 +83,20 @@ async def downloading(
             )
             store = store or RunStore(folder, config)
             status = Status()
-            source = PeerBlobs(nursery, ours, address.dial, trainer.identity.node, config)
+
+            def report(event: Event) -> None:
+                download.report(event)
+
+            book = PeerBook(folder / "peers.msgpack", identity.node)
+            swarm = Swarm(nursery, ours, config, book, report, Random(1))
             follower = PolicyFollower(
                 trainer.run,
                 trainer.identity.node,
-                config,
                 store,
-                source,
+                swarm,
                 lambda held: download.take(held),
-                lambda event: download.report(event),
+                report,
                 status,
-                Random(1),
             )
             download = Download(trainer, store, follower, status)
             nursery.start_soon(follower.run)

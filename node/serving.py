@@ -1,0 +1,174 @@
+"""Gives other nodes of the run what this one has: pieces, whole or being collected, and the signed manifests.
+
+Serves nobody whom the trainer did not name, each no more than its share, all together no more than the upload cap.
+Nothing is given that was not checked when it was stored. Not here: fetching (swarm.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Final
+
+import trio
+
+from node.peers import PeerBook
+from node.report import Status
+from node.sources import bitmap
+from node.store import RunStore
+from protocol import limits, messages
+from protocol.errors import Code, NetError, Refused, RemoteError
+from protocol.net.base import Host, Stream
+from protocol.net.session import Session
+
+_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
+_BLOBS_PER_STREAM: Final = 4  # 4 MiB each, in memory while the other reads slowly
+_BLOBS_AT_ONCE: Final = 16  # read or on their way, to all
+_LONGEST_WAIT_SECONDS: Final = 20.0  # for the upload cap; who would wait longer is told to ask elsewhere
+_BURST_BYTES: Final = 2 * limits.MAX_BLOB_BYTES
+_NEWS_SECONDS: Final = 0.1  # pieces that came so close together are told in one notice
+
+
+class Bucket:
+    """Lets so many bytes a second pass, after a first burst. First come, first served."""
+
+    def __init__(self, rate: float, burst: float = _BURST_BYTES) -> None:
+        """`rate`: bytes a second."""
+        self._rate = rate
+        self._burst = burst
+        self._paid_until = -math.inf  # trio time at which all that passed was within the rate
+
+    def wait_seconds(self, count: int) -> float:
+        """How long `count` more bytes would have to wait now."""
+        return max(0.0, self._next(count) - trio.current_time() - self._burst / self._rate)
+
+    def _next(self, count: int) -> float:
+        return max(self._paid_until, trio.current_time()) + count / self._rate
+
+    async def take(self, count: int) -> None:
+        wait = self.wait_seconds(count)
+        self._paid_until = self._next(count)
+        await trio.sleep(wait)
+
+
+class _Visitor:
+    """One stream of another node: what it asked about and was not yet told."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.wants: frozenset[bytes] = frozenset()
+        self.news: list[bytes] = []
+        self.has_news = trio.Event()
+
+    def tell(self, digest: bytes) -> None:
+        if digest in self.wants:
+            self.news.append(digest)
+            self.has_news.set()
+
+    async def pass_news(self) -> None:
+        while True:
+            await self.has_news.wait()
+            await trio.sleep(_NEWS_SECONDS)
+            first, self.news = self.news[: limits.MAX_HAVE_DIGESTS], self.news[limits.MAX_HAVE_DIGESTS :]
+            if not self.news:
+                self.has_news = trio.Event()
+            try:
+                await self.session.notify(messages.pack(messages.Have(tuple(first))))
+            except NetError:
+                return  # the session says so itself
+
+
+class BlobServer:
+    """Answers the blob protocol of one host."""
+
+    def __init__(self, store: RunStore, book: PeerBook, upload_cap: float, status: Status) -> None:
+        """`upload_cap`: bytes a second, to all together."""
+        self._store = store
+        self._book = book
+        self._bucket = Bucket(upload_cap)
+        self._status = status
+        self._streams: Counter[bytes] = Counter()
+        self._visitors: set[_Visitor] = set()
+        self._giving = 0
+
+    def start(self, host: Host) -> None:
+        host.serve(messages.BLOB_PROTOCOL, self._stream)
+
+    def tell(self, digest: bytes) -> None:
+        """A piece is here that was not: whoever asked about it hears of it."""
+        for visitor in self._visitors:
+            visitor.tell(digest)
+
+    async def _stream(self, stream: Stream) -> None:
+        peer = stream.peer
+        if self._streams[peer] >= _STREAMS_PER_NODE:
+            await stream.reset()
+            return
+        self._streams[peer] += 1
+        visitor = _Visitor(Session(stream, at_once=_BLOBS_PER_STREAM))
+        self._visitors.add(visitor)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(visitor.pass_news)
+                await self._serve(visitor)
+                nursery.cancel_scope.cancel()
+        finally:
+            self._visitors.discard(visitor)
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
+    async def _serve(self, visitor: _Visitor) -> None:
+        async def answer(body: bytes) -> bytes:
+            return messages.pack(await self._answer(visitor, messages.open_body(body)))
+
+        try:
+            await visitor.session.run(answer, _ignore_notice)
+        except (NetError, RemoteError):
+            return  # it left, or it broke the protocol and was told
+
+    async def _answer(self, visitor: _Visitor, request: Any) -> Any:
+        # SPEC 9.6: a node SHOULD serve only keys that the trainer named to it.
+        if not await self._book.admits(visitor.session.peer):
+            raise Refused(Code.BUSY, "the trainer has not named you to this node: ask again later, or elsewhere")
+        match request:
+            case messages.GetBlob():
+                return await self._blob(request.digest)
+            case messages.GetHaves():
+                return await self._haves(visitor, request.digests)
+            case messages.GetManifest():
+                return self._manifest(request.version)
+        raise Refused(Code.UNEXPECTED_MESSAGE, f"a node does not answer {type(request).__name__} here")
+
+    async def _blob(self, digest: bytes) -> messages.BlobReply:
+        if self._giving >= _BLOBS_AT_ONCE or self._bucket.wait_seconds(limits.MAX_BLOB_BYTES) > _LONGEST_WAIT_SECONDS:
+            raise Refused(Code.BUSY, "this node gives away all it wants to: ask elsewhere")
+        self._giving += 1
+        try:
+            data = await trio.to_thread.run_sync(self._store.read_blob, digest)
+            if data is None:
+                raise Refused(Code.NOT_FOUND, f"this node has no blob {digest.hex()[:16]}… now")
+            await self._bucket.take(len(data))
+        finally:
+            self._giving -= 1
+        self._status.given_bytes += len(data)
+        self._status.giving.add(len(data))
+        return messages.BlobReply(data)
+
+    async def _haves(self, visitor: _Visitor, digests: tuple[bytes, ...]) -> messages.Haves:
+        visitor.wants = frozenset(digests)  # before looking: what comes meanwhile is told twice, not never
+        answers = await trio.to_thread.run_sync(lambda: [self._store.has_blob(digest) for digest in digests])
+        visitor.wants = frozenset(each for each, has in zip(digests, answers, strict=True) if not has)
+        return messages.Haves(bitmap(answers))
+
+    def _manifest(self, version: int | None) -> messages.ManifestReply:
+        held = self._store.held
+        found = held.get(max(held, default=-1) if version is None else version)
+        if found is None:
+            wanted = "a whole policy" if version is None else f"policy {version}"
+            raise Refused(Code.NOT_FOUND, f"this node does not hold {wanted}")
+        return messages.ManifestReply(found.manifest)
+
+
+async def _ignore_notice(body: bytes) -> None:
+    """Another node tells on the streams that this one opened."""
