@@ -499,11 +499,12 @@ def int_grid(bits: int, size: int) -> Callable[[Tensor], Tensor]:
 def fp8(w: Tensor) -> Tensor:
     """float8 e4m3 with one scale a row, as inference engines quantise."""
     scale = w.abs().amax(1, keepdim=True).clamp_min(1e-12) / 448
-    return (w / scale).to(torch.float8_e4m3fn).float() * scale
+    rounded: Tensor = (w / scale).to(torch.float8_e4m3fn).float()
+    return rounded * scale
 
 
 def _symmetric(w: Tensor, bits: int) -> Tensor:
-    scale = w.abs().amax(1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
+    scale: Tensor = w.abs().amax(1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
     return (w / scale).round() * scale
 
 

@@ -8,12 +8,13 @@ calibrated first, on honest traces of another run. Not here: the attacks, the ta
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -25,11 +26,12 @@ from protocol.calibration import Calibration, Limits, Pair
 from protocol.environments import base
 from protocol.environments.base import Environment
 from protocol.errors import UsageError
+from protocol.lease import Lease
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Check
 from verify.attacks import Attack, Attempt, Caught, Stage, Work, named, quick
-from verify.calibrate import Subject, derive, imitation_means, measure, round_to_int8, specimen_of
+from verify.calibrate import Subject, TooNoisy, derive, imitation_means, measure, round_to_int8, specimen_of
 from verify.check import audit_checks, cheap_checks
 from verify.evidence import Recomputed
 from verify.files import Evidence, device_kind, read_evidence, receipt_fits, worker_of
@@ -145,12 +147,13 @@ class Report:
     environment: str
     limits: Limits
     calibrated: bool
+    too_noisy: str  # why the pair got no calibration and is judged by the fixed limits; empty where it got one
     seconds: float
     rows: tuple[Row, ...]
 
     @property
     def met(self) -> bool:
-        return all(row.met for row in self.rows)
+        return not self.too_noisy and all(row.met for row in self.rows)
 
 
 class Bench:
@@ -160,6 +163,7 @@ class Bench:
         self.verifier = verifier
         self.limits: Limits | None = None
         self.calibration: Calibration | None = None
+        self.too_noisy = ""
         self._environment = environment
         self._shape: PolicyShape = policy_shape(plan.policy)
         self._file = scratch / "attempt.msgpack"
@@ -192,7 +196,7 @@ class Bench:
             return read_evidence(self._file)
         except UsageError:
             peak = tracemalloc.get_traced_memory()[1] if watched else 0
-            return Found("file" if peak <= _BOMB_BYTES else "", peak / _BOMB_BYTES, (), _NONE32, _NONE64, 0)
+            return Found("file" if peak <= _BOMB_BYTES else "", None, (), _NONE32, _NONE64, 0)
         finally:
             if watched:
                 tracemalloc.stop()
@@ -357,6 +361,7 @@ def run_controls(plan: Plan, say: Say = lambda text: None) -> list[Report]:
                 environment=name,
                 limits=bench.limits,
                 calibrated=bench.calibration is not None,
+                too_noisy=bench.too_noisy,
                 seconds=seconds,
                 rows=tuple(rows[dtype]),
             )
@@ -367,15 +372,14 @@ def run_controls(plan: Plan, say: Say = lambda text: None) -> list[Report]:
 
 def works_of(run: ReferenceRun, environment: Environment, plan: Plan, count: int, first_task: int = 0) -> list[Work]:
     """`count` slots, a few of each task."""
-    leases = [
-        run.lease(first_task + number, environment, slots=_SLOTS, **_room(plan)) for number in range(-(-count // _SLOTS))
-    ]
+    tasks = range(first_task, first_task + math.ceil(count / _SLOTS))
+    leases = [_roomy(run.lease(task, environment, slots=_SLOTS), plan) for task in tasks]
     return [(lease, slot) for lease in leases for slot in range(_SLOTS)][:count]
 
 
-def _room(plan: Plan) -> dict[str, int]:
-    # Observations take room too: twice as much as the answers at most in the tasks there are.
-    return {"max_tokens": 8 * plan.tokens} if plan.tokens else {}
+def _roomy(lease: Lease, plan: Plan) -> Lease:
+    # Observations take room too, more than answers where answers are short.
+    return replace(lease, max_tokens=8 * plan.tokens) if plan.tokens else lease
 
 
 def _honest_row(bench: Bench, run: ReferenceRun, honest: Sequence[tuple[Work, Trace]], say: Say) -> Row:
@@ -408,5 +412,9 @@ def calibrate_benches(
         pair = Pair(*worker_of(traces[0]), found.engine[:64], found.dtype, device_kind(found.device))
         subject = Subject(bytes(32), 0, run.root, pair)
         imitation = imitation_means(rounded, specimens, measured)
-        bench.calibration = derive(subject, measured, imitation, works[0][0].issued_ms)
-        bench.limits = bench.calibration.limits
+        try:
+            bench.calibration = derive(subject, measured, imitation, works[0][0].issued_ms)
+            bench.limits = bench.calibration.limits
+        except TooNoisy as error:
+            say(str(error))
+            bench.too_noisy, bench.limits = str(error), limits_for(plan.dtype, found.dtype)

@@ -70,7 +70,7 @@ def _table(report: Report) -> str:
 
     def line(cells: Sequence[str], tag: str, kind: str = "") -> str:
         body = "".join(
-            f'<{tag}{" class=n" if place in numeric else ""}>{html.escape(cell)}</{tag}>'
+            f"<{tag}{' class=n' if place in numeric else ''}>{html.escape(cell)}</{tag}>"
             for place, cell in enumerate(cells)
         )
         return f"<tr{kind}>{body}</tr>"
@@ -127,11 +127,11 @@ def _figure(
 ) -> str:
     """One lane a row: a bar for what is at or below `low`, then a histogram on a logarithmic axis up to `high`."""
     height = _LANE * len(rows) + 30
-    zero = _LEFT + 30
-    scale = (_WIDTH - 40) / math.log(high / low)
+    zero = _LEFT + 16
+    scale = (_WIDTH - 60) / math.log(high / low)
 
     def x(value: float) -> float:
-        return zero + 14 + scale * math.log(min(max(value, low), high) / low)
+        return zero + 34 + scale * math.log(min(max(value, low), high) / low)
 
     ticks = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     parts = [

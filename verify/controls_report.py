@@ -20,6 +20,7 @@ def summary(report: Report) -> str:
         f"{report.policy}, {report.worker_dtype} drawn, {report.verifier_dtype} recomputed: "
         f"{sum(row.met for row in required)} of {len(required)} controls caught in time, "
         f"{honest.refused} of {honest.attempts} honest traces refused"
+        + (f"; judged without scores, for {report.too_noisy}" if report.too_noisy else "")
     )
 
 
@@ -105,6 +106,7 @@ def as_json(reports: Sequence[Report]) -> dict[str, Any]:
                 "verifier_dtype": report.verifier_dtype,
                 "environment": report.environment,
                 "calibrated": report.calibrated,
+                "too_noisy": report.too_noisy or None,
                 "limits": {name: getattr(report.limits, name) for name in Limits.__slots__},
                 "seconds": round(report.seconds, 1),
                 "met": report.met,

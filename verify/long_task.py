@@ -22,10 +22,11 @@ _TASKS_APART: Final = 1 << 20  # tasks that follow task i: i + 1 · 2^20, i + 2 
 _SLACK: Final = 2.5
 _SENTENCES: Final = 8  # one writing task in so many is a sentence
 _WORD: Final = re.compile(r"[a-z]+")
-_THINGS: Final = tuple(
-    "a river,an old clock,two friends,the winter,a lighthouse,bread,a lost key,the moon,a small shop,rain,"
-    "a bridge,the market,a violin,my neighbour,a train,the garden,salt,a letter,the sea,a map".split(",")
-)
+_THINGS: Final = (
+    "a river", "an old clock", "two friends", "the winter", "a lighthouse", "bread", "a lost key", "the moon",
+    "a small shop", "rain", "a bridge", "the market", "a violin", "my neighbour", "a train", "the garden", "salt",
+    "a letter", "the sea", "a map",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class LongTask:
 
     def reward(self, index: int, replies: tuple[str, ...]) -> float:
         """The mean of the tasks' rewards."""
-        rewards, start = [], 0
+        rewards: list[float] = []
+        start = 0
         for end in range(1, len(replies) + 1):
             task = _task(index, len(rewards))
             if end == len(replies) or self.inner.step(task, replies[start:end]) is None:
