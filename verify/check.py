@@ -101,9 +101,16 @@ def _cheap_findings(
 
 
 def audit_checks(
-    trace: Trace, lease: Lease, ours: Recomputed, limits: Limits, calibration: Calibration | None = None
+    trace: Trace,
+    lease: Lease,
+    ours: Recomputed,
+    limits: Limits,
+    calibration: Calibration | None = None,
+    *,
+    missing: str = NO_CALIBRATION,
 ) -> Audited:
-    """The checks that need the policy (SPEC 10.1 steps 13 to 18). `limits` are the calibration's where there is one.
+    """The checks that need the policy (SPEC 10.1 steps 13 to 18). `limits` are the calibration's where there is one;
+    `missing` says why there is none.
 
     `node` is SKIPPED: only who has the run's log can do it, with `node_check`.
     """
@@ -113,7 +120,6 @@ def audit_checks(
 
     findings = {each.name: each for each in evidence_findings(trace, lease.temperature, ours, limits)}
     scores: tuple[float, ...] = ()
-    missing = NO_CALIBRATION
     if calibration is not None:
         scores = trace_scores(calibration, ours.margins, lease.temperature, ours.chunks)
         findings |= {each.name: each for each in score_findings(trace, ours, calibration, scores)}

@@ -18,7 +18,7 @@ from protocol.errors import EngineError, EnvironmentFault, LocalError
 from protocol.lease import Lease
 from protocol.trace import Trace
 from protocol.verdict import Check, Fingerprint, Outcome, Reason
-from verify.check import audit_checks, cheap_checks, not_reached, unaudited
+from verify.check import NO_CALIBRATION, audit_checks, cheap_checks, not_reached, unaudited
 from verify.evidence import Recomputed
 from verify.files import Evidence, receipt_fits
 from verify.finding import first_failure
@@ -101,7 +101,9 @@ def judge(evidence: Evidence, policy: Path, *, device: str = "cpu", with_model: 
     except LocalError as error:
         return _not_judged(Reason.VERIFIER_FAULT, str(error))
     if measure is None:
-        dear = audit_checks(trace, lease, ours, limits_for(dtype, dtype))
+        named = evidence.verdict is not None and evidence.verdict.calibration is not None
+        missing = "the verdict's calibration is not in the file" if named else NO_CALIBRATION
+        dear = audit_checks(trace, lease, ours, limits_for(dtype, dtype), missing=missing)
     else:
         dear = audit_checks(trace, lease, ours, measure.calibration.limits, measure.calibration)
     judged = _judged(cheap.checks + dear.checks, audited=True, reward=cheap.reward, verifier=verifier)

@@ -47,7 +47,7 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
             continue
         if other.outcome is not check.outcome:
             return f"disagrees at check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
-    if theirs.outcome is Outcome.NOT_JUDGED:
+    if theirs.outcome is Outcome.NOT_JUDGED or unchecked(ours, theirs) is not None:
         return None
     failed = first_failure(theirs.checks)
     other = None if failed is None else mine.get(failed.name)
@@ -58,6 +58,15 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
             f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
         )
     return None
+
+
+def unchecked(ours: Judged, theirs: Verdict) -> str | None:
+    """Why the check by which the trainer refused could not be repeated here; None where it could, or none failed."""
+    failed = next((check.name for check in theirs.checks if check.outcome is CheckOutcome.FAILED), None)
+    skip = next((check for check in ours.checks if check.name == failed), None)
+    if skip is None or skip.outcome is not CheckOutcome.SKIPPED or not (ours.audited and ours.reason is None):
+        return None
+    return f"check '{skip.name}' was not repeated here: {skip.detail}"
 
 
 def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, Any]:
@@ -129,7 +138,8 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
     if theirs is not None:
         why = disagreement(ours, digest, theirs)
         said = f"{theirs.outcome}{f' ({theirs.reason})' if theirs.reason else ''}"
-        console.print(f"trainer's verdict {said}: {'agrees' if why is None else why}")
+        agrees = " but ".join(filter(None, ("agrees", unchecked(ours, theirs))))
+        console.print(f"trainer's verdict {said}: {agrees if why is None else why}")
 
 
 def print_calibration(calibration: Calibration) -> None:

@@ -20,7 +20,7 @@ from protocol.identity import Identity
 from protocol.lease import Lease
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import Trace, TraceFile
-from protocol.verdict import CheckOutcome, Fingerprint, Outcome, Reason, Verdict
+from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
 from verify.calibrate import (
     MIN_CHUNKS,
     MIN_TOKENS,
@@ -43,7 +43,7 @@ from verify.judge import judge
 from verify.model import PolicyModel
 from verify.prefill import Verifier
 from verify.reference import ReferenceRun, play
-from verify.report import Judged
+from verify.report import Judged, disagreement, unchecked
 from verify.scores import power, table_scores
 from verify.toploc import ChunkResult
 
@@ -306,6 +306,37 @@ def test_a_calibration_above_the_ceilings_or_by_another_signer_is_unusable(pupil
         read_evidence(opened(pupil, tmp_path, calibration=sealed(pupil, limits=generous)))
     with pytest.raises(UsageError, match="BAD_SIGNATURE"):
         read_evidence(opened(pupil, tmp_path, calibration=sealed(pupil, Identity.generate())))
+
+
+def refusal(pupil: Pupil, file: Path, name: str, reason: Reason) -> Signed:
+    """The trainer's refusal of a trace by one check."""
+    accepted = codec.decode(Verdict, verdict_of(pupil, file, pupil.run.trainer, bytes(32)).payload)
+    failed = Check(name, CheckOutcome.FAILED, reason, 20.0, NODE_EVIDENCE_NATS, None, None, "")
+    return seal(
+        pupil.run.trainer,
+        replace(accepted, outcome=Outcome.REFUSED, reason=reason, reward=None, checks=(failed,), scores=(1.0,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "why"),
+    [
+        ("node", Reason.NODE_EVIDENCE, "calibration is not in the file"),
+        ("proof score", Reason.PROOF, "calibration is not in the file"),
+    ],
+)
+def test_a_refusal_by_a_check_that_only_the_trainer_can_do_is_no_disagreement(
+    pupil: Pupil, tmp_path: Path, name: str, reason: Reason, why: str
+) -> None:
+    verdict = refusal(pupil, opened(pupil, tmp_path), name, reason)
+    evidence = read_evidence(opened(pupil, tmp_path, verdict=verdict))
+    assert evidence.verdict is not None
+    judged = judge(evidence, EMBEDDED)
+    assert disagreement(judged, evidence.signed_trace.digest, evidence.verdict) is None
+    assert why in (unchecked(judged, evidence.verdict) or "")
+    margins = refusal(pupil, opened(pupil, tmp_path), "margins", Reason.MARGIN)
+    theirs = codec.decode(Verdict, margins.payload)
+    assert "disagrees at check 'margins'" in (disagreement(judged, evidence.signed_trace.digest, theirs) or "")
 
 
 # --- the commands ---
