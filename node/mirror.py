@@ -70,7 +70,8 @@ class MirrorSource:
         what = f"fetching {path[:24]} from {self.name}"
         with trio.move_on_after(seconds):
             read = partial(self._read, path, length, time.monotonic() + seconds, what)
-            return await trio.to_thread.run_sync(read, abandon_on_cancel=True)
+            # trio-typing, which libp2p brings along, describes an older trio.
+            return await trio.to_thread.run_sync(read, abandon_on_cancel=True)  # type: ignore[call-arg]
         raise DeadlineExceeded(what, seconds)
 
     # --- in a thread ---

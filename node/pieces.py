@@ -66,9 +66,9 @@ class Pieces:
         self.left -= blob.length
         return True
 
-    def has_helpers(self, now: float) -> bool:
-        """Whether anyone but the last resort gives pieces now."""
-        return any(offer.is_usable(now) for offer in self.offers if not offer.last_resort)
+    def helpers(self, now: float) -> int:
+        """How many others than the last resort give pieces now, or will when they have some."""
+        return sum(offer.is_usable(now) for offer in self.offers if not offer.last_resort)
 
     def choose(self, offer: Offer, now: float) -> Blob | None:
         """The piece to ask this source for now, if any."""

@@ -26,7 +26,6 @@ _BLOBS_PER_STREAM: Final = 4  # 4 MiB each, in memory while the other reads slow
 _BLOBS_AT_ONCE: Final = 16  # read or on their way, to all
 _LONGEST_WAIT_SECONDS: Final = 20.0  # for the upload cap; who would wait longer is told to ask elsewhere
 _BURST_BYTES: Final = 2 * limits.MAX_BLOB_BYTES
-_NEWS_SECONDS: Final = 0.1  # pieces that came so close together are told in one notice
 
 
 class Bucket:
@@ -68,7 +67,6 @@ class _Visitor:
     async def pass_news(self) -> None:
         while True:
             await self.has_news.wait()
-            await trio.sleep(_NEWS_SECONDS)
             first, self.news = self.news[: limits.MAX_HAVE_DIGESTS], self.news[limits.MAX_HAVE_DIGESTS :]
             if not self.news:
                 self.has_news = trio.Event()

@@ -24,7 +24,7 @@ from protocol.policy import Blob
 Reply = TypeVar("Reply")
 
 _NEW_WEIGHT: Final = 0.3  # of the newest measurement in the mean rate
-_GUESSED_RATE: Final = 1_000_000.0  # bytes a second of a source nobody has tried: a home line's upload
+GUESSED_RATE: Final = 1_000_000.0  # bytes a second of a source nobody has tried: a home line's upload
 
 
 class Source(Protocol):
@@ -51,9 +51,10 @@ class Record:
     rate: float | None = None  # bytes a second of one request, a running mean
     failures: int = 0  # in a row
     rests_until: float = 0.0
+    guess: float = GUESSED_RATE  # until it has been tried
 
     def expected_seconds(self, length: int) -> float:
-        return length / (self.rate or _GUESSED_RATE)
+        return length / (self.rate or self.guess)
 
     def worked(self, length: int, seconds: float) -> None:
         rate = length / max(seconds, 0.001)

@@ -28,6 +28,10 @@ from protocol.policy import Blob
 _LINES: Final = 16  # other nodes asked in one download
 _REQUESTS: Final = 2  # of one source at once, so that its link does not idle between two
 _NOT_FOUND_TRIES: Final = 3  # of the trainer: then the piece is gone, a newer policy is out
+_GREET_SECONDS: Final = 1.0  # for known nodes to say what they have, before the trainer is asked
+_TRAINER_REQUESTS: Final = 2  # on their way to the trainer from all nodes together, about
+_TRAINER_RATE: Final = 10_000_000.0  # bytes a second, until it has been tried
+_MOST_TURN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5  # an idle requester looks again for late requests so often
 
 # Stores a piece. Raises ValueError when the bytes are not it.
@@ -136,7 +140,7 @@ class Swarm:
         self.trainer: Source = trainer
         self.mirrors = tuple(mirrors)
         self._nodes: dict[bytes, PeerSource] = {}
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, Record] = {trainer.name: Record(guess=_TRAINER_RATE)}
 
     def record(self, source: Source) -> Record:
         return self._records.setdefault(source.name, Record())
@@ -193,19 +197,29 @@ class _Download:
         self._report = report
         self._pieces = Pieces(wanted, random)
         self.progress = Progress(what, self._pieces.total, self._pieces.total)
+        self._random = random
         self._absent: Counter[bytes] = Counter()  # times the trainer said it has not
         self._lines: dict[str, Line] = {}
         self._changed = trio.Event()
+        self._greeting: set[str] = set()  # nodes that have not said yet what they have
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            self._add(nursery, self._swarm.trainer, "trainer", self._config.blobs_in_flight)
             for mirror in self._swarm.mirrors:
                 self._add(nursery, mirror, "mirror", _REQUESTS)
             nursery.start_soon(self._recruit, nursery)
+            nursery.start_soon(self._turn_to_trainer, nursery)
             while self._pieces.missing:
                 await self._changed.wait()
             nursery.cancel_scope.cancel()
+
+    async def _turn_to_trainer(self, nursery: trio.Nursery) -> None:
+        """Last, once the nodes known already have said what they have, or had the time to."""
+        self._greeting = {source.name for source in self._swarm.nodes()[:_LINES]}
+        with trio.move_on_after(_GREET_SECONDS):
+            while self._greeting:
+                await self._changed.wait()
+        self._add(nursery, self._swarm.trainer, "trainer", self._config.blobs_in_flight)
 
     def _add(self, nursery: trio.Nursery, source: Source, kind: str, requests: int) -> None:
         offer = Offer(last_resort=kind == "trainer", holds=None if kind != "node" else set())
@@ -240,6 +254,8 @@ class _Download:
             except (NetError, RemoteError) as error:
                 self._failed(line, "source_lost", error)
                 continue
+            finally:
+                self._greeting.discard(line.source.name)
             line.offer.lacks.clear()
             line.offer.answers = line.record.rests_until <= trio.current_time()
             self._wake()
@@ -265,6 +281,9 @@ class _Download:
     async def _pull(self, line: Line, number: int) -> None:
         while True:
             blob = self._choose(line, number)
+            if blob is not None and line.kind == "trainer":
+                await self._wait_turn(line, blob)
+                blob = self._choose(line, number)  # another node may have it by now
             if blob is None:
                 with trio.move_on_after(_LOOK_SECONDS):
                     await self._changed.wait()
@@ -272,13 +291,21 @@ class _Download:
                 await self._ask(line, blob)
                 self._wake()
 
+    async def _wait_turn(self, line: Line, blob: Blob) -> None:
+        """Nodes that want the same at the same time ask the trainer at different times: who comes later finds that
+        another has the piece. The wait is so long that about _TRAINER_REQUESTS of all of them are asking."""
+        others = self._pieces.helpers(trio.current_time())
+        if others >= _TRAINER_REQUESTS:
+            span = 2 * line.record.expected_seconds(blob.length) * others / _TRAINER_REQUESTS
+            await trio.sleep(self._random.uniform(0, min(span, _MOST_TURN_SECONDS)))
+
     def _choose(self, line: Line, number: int) -> Blob | None:
         now = trio.current_time()
         if line.record.rests_until > now:
             return None
         if line.kind == "trainer":
-            # Few at a time while others are there: what it gives one node, the others can have from that one.
-            if number >= _REQUESTS and self._pieces.has_helpers(now):
+            # One at a time while others are there: what it gives one node, the others can have from that one.
+            if number and self._pieces.helpers(now) >= _TRAINER_REQUESTS:
                 return None
             return self._pieces.choose(line.offer, now)
         in_flight = sum(len(each.offer.asks) for each in self._lines.values() if each.kind != "trainer")

@@ -5,7 +5,7 @@ a test tells it. Not here: judging traces, learning.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -66,6 +66,8 @@ class SmallTrainer:
     peers: PeerList = field(default_factory=lambda: PeerList(Random(1)))
     on_request: Callable[[Any], Any] | None = None  # a reply, an error, or None for the usual answer
     on_blob: Callable[[bytes, bytes], bytes] | None = None  # (digest, right bytes) → what is sent
+    before_blob: Callable[[bytes], Awaitable[None]] | None = None  # for a slow link
+    on_missing: Callable[[], Awaitable[Any]] | None = None
     changed: trio.Event = field(default_factory=trio.Event)
     _sessions: list[Session] = field(default_factory=list)
     _streams: list[Stream] = field(default_factory=list)
@@ -267,6 +269,8 @@ class SmallTrainer:
 
         async def answer(body: bytes) -> bytes:
             digest = messages.expect(messages.GetBlob, body).digest
+            if digest not in self.blobs and self.on_missing is not None:
+                await self.on_missing()
             if digest not in self.blobs:
                 raise RemoteError(Code.NOT_FOUND, "this trainer has no such blob")
             data = self.blobs[digest]
@@ -276,6 +280,8 @@ class SmallTrainer:
                 await trio.sleep_forever()
             self.blobs_served += 1
             self._tell()
+            if self.before_blob is not None:
+                await self.before_blob(data)
             return messages.pack(messages.BlobReply(data))
 
         async def ignore(body: bytes) -> None:
