@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from verify.prefill import Verifier
 
 
+@cache
 def software() -> str:
     """This rlcommons, as verdicts name it."""
     return importlib.metadata.version("rlcommons")

@@ -29,7 +29,7 @@ from verify.files import MAX_FILE_BYTES, misfit
 from verify.finding import first_failure
 from verify.judge import fingerprint, recompute
 from verify.log_source import Source, trace_file
-from verify.report import Judged, disagreement
+from verify.report import Judged, disagreement, unchecked
 from verify.structure import PolicyShape, policy_shape
 from verify.thresholds import limits_for
 
@@ -260,10 +260,14 @@ def _judged(checks: tuple[Check, ...], reward: float | None, verifier: Verifier 
 def _compare(case: Case, ours: Judged, report: Report) -> None:
     theirs = case.verdict
     why = disagreement(ours, case.digest, theirs) or _wrong_reward(ours, theirs)
-    report.counts["verdicts reached again"] += why is None
     if why is not None:
         report.add(8, case.where, why)
-    elif ours.outcome is Outcome.REFUSED and case.verdict.outcome is Outcome.ACCEPTED:
+        return
+    if unchecked(ours, theirs) is not None:
+        report.undecided["refusals by a check that was not run here"] += 1
+        return
+    report.counts["verdicts reached again"] += 1
+    if ours.outcome is Outcome.REFUSED and case.verdict.outcome is Outcome.ACCEPTED:
         report.notes[f"accepted unseen, and refused by the model here ({ours.reason})"] += 1
 
 

