@@ -15,7 +15,7 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-smollm2 bench fuzz lint format vectors clean
+.PHONY: run test test-slow test-smollm2 bench controls fuzz lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -35,6 +35,10 @@ bench: $(VENV)/.test $(VENV)/.run-smollm2
 fuzz: $(VENV)/.fuzz
 	set -e; for target in $(FUZZ_TARGETS); do \
 	    $(BIN)/python -m tests.fuzz.guided $$target -max_total_time=$(FUZZ_SECONDS); done
+
+# Every known cheat against the embedded policy and SmolLM2; pages with the distributions go to .cache.
+controls: $(VENV)/.test $(VENV)/.run-smollm2
+	scripts/controls $(BIN)/python
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
