@@ -118,7 +118,7 @@ def _check_table(name: str, table: ScoreTable) -> None:
             raise DecodeError(Code.MALFORMED, f"calibration: {len(edges)} edges of {name} need one score more")
         if any(low > high for low, high in itertools.pairwise(each.scores)):
             raise DecodeError(Code.MALFORMED, f"calibration: the scores of '{each.name}' in {name} fall")
-        if max(each.scores) > limits.MAX_SCORE_NATS:
+        if max(map(abs, each.scores)) > limits.MAX_SCORE_NATS:
             raise DecodeError(
-                Code.MALFORMED, f"calibration: a score of '{each.name}' is above {limits.MAX_SCORE_NATS} nats"
+                Code.MALFORMED, f"calibration: a score of '{each.name}' is over {limits.MAX_SCORE_NATS} nats from 0"
             )

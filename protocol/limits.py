@@ -23,6 +23,7 @@ MAX_CLOCK_SKEW_SECONDS: Final = 300
 MAX_BLOB_BYTES: Final = 4 * 1024 * 1024
 MAX_POLICY_FILES: Final = 256
 MAX_POLICY_BLOBS: Final = 262_144  # of one file; all together MAX_MANIFEST_BYTES ends at about 300 GiB
+MAX_POLICY_DELTAS: Final = 16  # of one manifest
 MAX_MANIFEST_BYTES: Final = 4 * 1024 * 1024
 MAX_POLICY_TENSORS: Final = 131_072  # of a delta's table
 MAX_DELTA_TABLE_BYTES: Final = 16 * 1024 * 1024
@@ -65,7 +66,7 @@ MAX_VERDICTS_PER_REPLY: Final = 256
 # --- calibration ---
 MAX_SCORE_BINS: Final = 128
 MAX_ALTERNATIVES: Final = 8  # of one table
-MAX_SCORE_NATS: Final = 5  # most that one value can say against a node
+MAX_SCORE_NATS: Final = 5  # most that one value can say against a node, or for it
 NODE_EVIDENCE_NATS: Final = 13.8155  # ln 10^6: an honest node reaches it once in a million at most
 
 # --- log ---

@@ -34,6 +34,11 @@ def calibration() -> dict[str, Any]:
             "one token that decides alone",
             {"margins": margins | {"alternatives": [first | {"scores": [0.0, 0.5, 1.0, 5.5]}]}},
         ),
+        (
+            "score_below_the_least",
+            "one token that clears a node for good",
+            {"margins": margins | {"alternatives": [first | {"scores": [-5.5, 0.5, 1.0, 1.5]}]}},
+        ),
         ("limit_below_zero", "", {"limits": CALIBRATION["limits"] | {"mantissa_mean": -0.5}}),
     )
     for name, comment, change in cases:
