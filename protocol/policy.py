@@ -1,7 +1,8 @@
 """Policies as named bytes: the root that names a policy everywhere, its manifest and its blobs (SPEC 8.3).
 
 Reads safetensors headers itself (a length, a JSON table, raw bytes) so that neither torch nor any
-pickle is involved. Not here: fetching (node/weights.py), publishing (trainer/publish.py).
+pickle is involved. Not here: how a delta is coded (delta.py), fetching (node/weights.py), publishing
+(trainer/publish.py).
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from protocol import codec, identity, limits
 from protocol.errors import Code, DecodeError, PolicyError
@@ -23,6 +24,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
+
+DELTA_CODEC: Final = "ULPD1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,20 @@ class PolicyFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """How to make a policy's tensors from those of an earlier one: a stream as the blobs it is the concatenation of."""
+
+    base_version: Annotated[int, codec.UInt()]
+    base_root: Annotated[bytes, codec.Bytes(32)]
+    codec: Annotated[str, codec.Text(16)]  # DELTA_CODEC; others are passed over
+    blobs: Annotated[tuple[Blob, ...], codec.Many(codec.Object(Blob), limits.MAX_POLICY_BLOBS)]
+
+    @property
+    def size(self) -> int:
+        return sum(blob.length for blob in self.blobs)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """SPEC 8.3.3. Signed by the trainer. Versions only go up within a run."""
 
@@ -57,10 +74,17 @@ class Manifest:
     files: Annotated[tuple[PolicyFile, ...], codec.Many(codec.Object(PolicyFile), limits.MAX_POLICY_FILES)]
     created_ms: Annotated[int, codec.UInt()]
     expires_ms: Annotated[int, codec.UInt()]
+    deltas: Annotated[tuple[Delta, ...], codec.Many(codec.Object(Delta), limits.MAX_POLICY_DELTAS)] = ()
 
     @property
     def size(self) -> int:
+        """Of the files, in bytes."""
         return sum(file.size for file in self.files)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Most that the tensors of the policy can take together."""
+        return sum(file.size for file in self.files if file.name.endswith(".safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +171,26 @@ def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
     return TensorPlace(name, dtype, shape, start + begin, start + end)
 
 
+def safetensors_header(path: Path) -> bytes:
+    """The bytes of a safetensors file before its data: the header and its length. Raises PolicyError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = file.read(8)
+        header_size = int.from_bytes(length, "little")
+        if not 2 <= header_size <= min(_MAX_HEADER_BYTES, size - 8):
+            raise PolicyError(f"{path}: the safetensors header does not fit the file (cut off?)")
+        return length + file.read(header_size)
+
+
 def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
     """The tensors of a safetensors file, by name. Raises PolicyError when header and file do not fit."""
     size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if not 2 <= header_size <= min(_MAX_HEADER_BYTES, size - 8):
-            raise PolicyError(f"{path}: the safetensors header does not fit the file (cut off?)")
-        try:
-            table = json.loads(file.read(header_size), object_pairs_hook=_refuse_duplicates)
-        except (ValueError, RecursionError) as error:
-            raise PolicyError(f"{path}: the safetensors header is not plain JSON ({error})") from None
-    start = 8 + header_size
+    header = safetensors_header(path)
+    try:
+        table = json.loads(header[8:], object_pairs_hook=_refuse_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{path}: the safetensors header is not plain JSON ({error})") from None
+    start = len(header)
     try:
         places = [_place(name, entry, start) for name, entry in table.items() if name != "__metadata__"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -201,20 +233,36 @@ def merkle_root(leaves: list[bytes]) -> bytes:
 def policy_root(folder: Path) -> bytes:
     """SPEC 8.3.2: the 32 bytes that name a policy: a Merkle root over its tensors (by name), then
     its other files (by name). Raises PolicyError."""
-    tensors: dict[str, TensorLeaf] = {}
-    files: list[FileLeaf] = []
+    leaves = [
+        TensorLeaf(place.name, place.dtype, place.shape, _digest_range(path, place.begin, place.end))
+        for path, place in tensor_places(folder)
+    ]
+    return root_of(leaves, file_leaves(folder))
+
+
+def tensor_places(folder: Path) -> list[tuple[Path, TensorPlace]]:
+    """Every tensor of a policy folder and the file it is in, sorted by the UTF-8 bytes of its name.
+
+    Raises PolicyError, also when a tensor is in two files.
+    """
+    found: dict[str, tuple[Path, TensorPlace]] = {}
     for path in policy_files(folder):
-        if path.suffix != ".safetensors":
-            files.append(FileLeaf(path.name, _digest_range(path, 0, path.stat().st_size)))
-            continue
-        for place in read_safetensors(path):
-            if place.name in tensors:
+        for place in read_safetensors(path) if path.suffix == ".safetensors" else ():
+            if place.name in found:
                 raise PolicyError(f"{path}: tensor {place.name} is in another file of the folder too")
-            digest = _digest_range(path, place.begin, place.end)
-            tensors[place.name] = TensorLeaf(place.name, place.dtype, place.shape, digest)
-    leaves = [codec.encode(tensors[name]) for name in sorted(tensors, key=str.encode)]
-    leaves += [codec.encode(leaf) for leaf in sorted(files, key=lambda each: each.name.encode())]
-    return merkle_root(leaves)
+            found[place.name] = path, place
+    return [found[name] for name in sorted(found, key=str.encode)]
+
+
+def file_leaves(folder: Path) -> list[FileLeaf]:
+    """The leaves of a policy folder's files that hold no tensors. Raises PolicyError."""
+    others = [path for path in policy_files(folder) if path.suffix != ".safetensors"]
+    return [FileLeaf(path.name, _digest_range(path, 0, path.stat().st_size)) for path in others]
+
+
+def root_of(tensors: Iterable[TensorLeaf], files: Iterable[FileLeaf]) -> bytes:
+    """SPEC 8.3.2: the root over leaves that are sorted by name already."""
+    return merkle_root([codec.encode(leaf) for leaf in (*tensors, *files)])
 
 
 def blobs_of(path: Path) -> Iterator[Blob]:
@@ -237,6 +285,25 @@ def check_manifest(manifest: Manifest) -> None:
     if names != sorted(set(names)):
         raise DecodeError(Code.MALFORMED, "the manifest's files are not sorted or not distinct")
     for file in manifest.files:
-        whole = file.blobs[:-1]
-        if any(blob.length != limits.MAX_BLOB_BYTES for blob in whole) or any(not b.length for b in file.blobs):
-            raise DecodeError(Code.MALFORMED, f"the blobs of {file.name} are not cut at 4 MiB")
+        _check_cut(file.blobs, file.name)
+    bases = [(delta.base_version, delta.codec) for delta in manifest.deltas]
+    if bases != sorted(set(bases)):
+        raise DecodeError(Code.MALFORMED, "the manifest's deltas are not sorted by base or not distinct")
+    for delta in manifest.deltas:
+        what = f"the delta from version {delta.base_version}"
+        if delta.base_version >= manifest.version:
+            raise DecodeError(Code.MALFORMED, f"{what} leads to version {manifest.version}: a base is earlier")
+        if not delta.blobs:
+            raise DecodeError(Code.MALFORMED, f"{what} has no bytes")
+        _check_cut(delta.blobs, what)
+
+
+def _check_cut(blobs: tuple[Blob, ...], what: str) -> None:
+    if any(blob.length != limits.MAX_BLOB_BYTES for blob in blobs[:-1]) or any(not blob.length for blob in blobs):
+        raise DecodeError(Code.MALFORMED, f"the blobs of {what} are not cut at 4 MiB")
+
+
+def blobs_in(manifest: Manifest) -> dict[bytes, Blob]:
+    """Every blob that a manifest names, of files and of deltas, by digest."""
+    parts = [*(file.blobs for file in manifest.files), *(delta.blobs for delta in manifest.deltas)]
+    return {blob.digest: blob for blobs in parts for blob in blobs}

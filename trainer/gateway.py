@@ -136,7 +136,7 @@ class Gateway:
             return
         self._blob_streams[peer] += 1
         try:
-            await Session(stream, at_once=BLOBS_PER_STREAM).run(self._blob, _ignore_notice)
+            await Session(stream, at_once=BLOBS_PER_STREAM).run(self._answer_blobs, _ignore_notice)
         except (NetError, RemoteError) as error:
             log.info("blob stream of %s ended: %s", peer_id(peer), error)
         finally:
@@ -144,11 +144,29 @@ class Gateway:
             if not self._blob_streams[peer]:
                 del self._blob_streams[peer]
 
-    async def _blob(self, body: bytes) -> bytes:
-        request = messages.expect(messages.GetBlob, body)
-        place = self.office.shelf.blob(request.digest)
+    async def _answer_blobs(self, body: bytes) -> bytes:
+        request = messages.open_body(body)
+        match request:
+            case messages.GetBlob():
+                return messages.pack(await self._blob(request.digest))
+            case messages.GetManifest():
+                return messages.pack(self.manifest(request.version))
+        raise Refused(Code.UNEXPECTED_MESSAGE, f"a trainer does not answer {type(request).__name__} here")
+
+    def manifest(self, version: int | None) -> messages.ManifestReply:
+        """The manifest of a version, or of the latest. Raises Refused(NOT_FOUND)."""
+        shelf = self.office.shelf
+        found = shelf.manifest(version)
+        if found is None:
+            raise Refused(
+                Code.NOT_FOUND, f"policy version {version} is not served (any more); the latest is {shelf.latest}"
+            )
+        return messages.ManifestReply(found)
+
+    async def _blob(self, digest: bytes) -> messages.BlobReply:
+        place = self.office.shelf.blob(digest)
         if place is None:
-            raise Refused(Code.NOT_FOUND, f"no blob {request.digest.hex()[:16]}… in the policies served now")
+            raise Refused(Code.NOT_FOUND, f"no blob {digest.hex()[:16]}… in the policies served now")
         try:
             data = await trio.to_thread.run_sync(read_blob, place, limiter=self._reading)
         except PolicyError as error:
@@ -156,7 +174,7 @@ class Gateway:
                 raise Refused(Code.NOT_FOUND, "that policy version was removed meanwhile: fetch the latest") from None
             self._event("fault", str(error))
             raise Refused(Code.INTERNAL, "the trainer cannot read that blob") from error
-        return messages.pack(messages.BlobReply(data))
+        return messages.BlobReply(data)
 
     # --- beside the sessions ---
 

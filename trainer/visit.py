@@ -94,13 +94,7 @@ class Visit:
         return messages.Welcome(version, software(), run.signed_genesis, manifest, now_ms())
 
     async def _manifest(self, request: messages.GetManifest, received_ms: int) -> messages.ManifestReply:
-        found = self._office.shelf.manifest(request.version)
-        if found is None:
-            raise Refused(
-                Code.NOT_FOUND,
-                f"policy version {request.version} is not served (any more); the latest is {self._office.shelf.latest}",
-            )
-        return messages.ManifestReply(found)
+        return self._gateway.manifest(request.version)
 
     async def _leases(self, request: messages.GetLeases, received_ms: int) -> messages.LeasesReply:
         self._gateway.check_room()

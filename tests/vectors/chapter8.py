@@ -9,6 +9,7 @@ import wire
 from example import (
     CALIBRATION,
     CONFIG,
+    DELTA,
     EMBEDDING,
     ENGINE,
     GENESIS,
@@ -249,6 +250,7 @@ def _manifests(section: Section) -> None:
     section.object("Manifest", "manifest_three_blobs", "full blobs and a rest", MANIFEST | {"files": large})
     empty = [{"name": "merges.txt", "blobs": []}]
     section.object("Manifest", "manifest_empty_file", "a file without bytes", MANIFEST | {"files": empty})
+    _deltas(section, blob)
 
     def files(*items: tuple[str, list[dict[str, Any]]]) -> bytes:
         return wire.array([wire.encode("PolicyFile", {"name": name, "blobs": blobs}) for name, blobs in items])
@@ -260,8 +262,12 @@ def _manifests(section: Section) -> None:
         ("blob_early_short", "a short blob that is not the last", "MALFORMED", files(("a.json", [*one, *one]))),
         ("blob_empty", "a blob of no bytes", "MALFORMED", files(("a.json", [one[0] | {"length": 0}]))),
         ("blob_large", "a blob over 4 MiB", "MALFORMED", files(("a.json", [one[0] | {"length": four_mib + 1}]))),
-        ("257_files", "one file too many", "MALFORMED", files(*((f"f{i:03}.json", one) for i in range(257)))),
-    ]
+        ("257_files", "one file too many", "TOO_LARGE", files(*((f"f{i:03}.json", one) for i in range(257)))),
+        (
+            "blobs_announced", "a list of 2^32 - 1 blobs of which none comes", "TOO_LARGE",
+            wire.array([wire.mapping([("name", wire.text("a.json")), ("blobs", b"\xdd" + b"\xff" * 4)])]),
+        ),
+    ]  # fmt: skip
     for name, text in (
         ("name_parent", "../a.json"),
         ("name_absolute", "/a.json"),
@@ -280,9 +286,38 @@ def _manifests(section: Section) -> None:
         cases.append((name, f"the file name {text!r}", "MALFORMED", files((text, one))))
     unknown_field(section, "Manifest", MANIFEST)
     for name, comment, error, raw in cases:
-        code = "TOO_LARGE" if name == "257_files" else error
         section.bad(
-            "decode", name, comment, code, object="Manifest", bytes=with_raw("Manifest", MANIFEST, "files", raw)
+            "decode", name, comment, error, object="Manifest", bytes=with_raw("Manifest", MANIFEST, "files", raw)
+        )
+
+
+def _deltas(section: Section, blob: dict[str, Any]) -> None:
+    """Manifests that name deltas. blob: one of 4 MiB."""
+    seventh = MANIFEST | {"version": 7}
+    earlier = DELTA | {"base_version": 3, "blobs": [blob, blob | {"length": 1}]}
+    section.object("Manifest", "manifest_one_delta", "a step from the version before", seventh | {"deltas": [DELTA]})
+    section.object("Manifest", "manifest_two_deltas", "by base version", seventh | {"deltas": [earlier, DELTA]})
+    other = DELTA | {"codec": "Z"}
+    section.object(
+        "Manifest", "delta_other_codec", "valid; whoever does not know the codec passes it over",
+        seventh | {"deltas": [DELTA, other]},
+    )  # fmt: skip
+    short = blob | {"length": 1}
+    many = [DELTA | {"base_version": version} for version in range(17)]
+    for name, comment, error, deltas in (
+        ("deltas_unsorted", "bases out of order", "MALFORMED", [DELTA, earlier]),
+        ("deltas_twice", "a base twice", "MALFORMED", [DELTA, DELTA]),
+        ("delta_from_itself", "a base that is not earlier", "MALFORMED", [DELTA | {"base_version": 7}]),
+        ("delta_from_later", "a base that is later", "MALFORMED", [DELTA | {"base_version": 8}]),
+        ("delta_without_blobs", "a delta of no bytes", "MALFORMED", [DELTA | {"blobs": []}]),
+        ("delta_blob_empty", "a blob of no bytes", "MALFORMED", [DELTA | {"blobs": [blob | {"length": 0}]}]),
+        ("delta_blob_early_short", "a short blob before the last", "MALFORMED", [DELTA | {"blobs": [short, blob]}]),
+        ("17_deltas", "one delta too many", "TOO_LARGE", many),
+    ):  # fmt: skip
+        raw = wire.array([wire.encode("Delta", each) for each in deltas])
+        manifest = MANIFEST | {"version": 20 if deltas is many else 7}
+        section.bad(
+            "decode", name, comment, error, object="Manifest", bytes=with_raw("Manifest", manifest, "deltas", raw)
         )
 
 

@@ -238,6 +238,13 @@ MANIFEST = {
     ],
     "created_ms": T0,
     "expires_ms": T0 + 86_400_000,
+    "deltas": [],
+}
+DELTA = {
+    "base_version": 6,
+    "base_root": sha256(b"the policy before"),
+    "codec": "ULPD1",
+    "blobs": [{"digest": sha256(b"a delta"), "length": 7}],
 }
 
 

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     },
     "Blob": {"digest": "bytes", "length": "uint"},
     "PolicyFile": {"name": "text", "blobs": "[Blob]"},
+    "Delta": {"base_version": "uint", "base_root": "bytes", "codec": "text", "blobs": "[Blob]"},
     "Manifest": {
         "run": "bytes",
         "version": "uint",
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "files": "[PolicyFile]",
         "created_ms": "uint",
         "expires_ms": "uint",
+        "deltas": "[Delta]",
     },
     "TensorLeaf": {"name": "text", "dtype": "text", "shape": "[uint]", "digest": "bytes"},
     "FileLeaf": {"name": "text", "digest": "bytes"},
