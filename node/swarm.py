@@ -59,7 +59,11 @@ class Line:
     kind: str  # "trainer", "node" or "mirror"
     offer: Offer
     scopes: dict[bytes, trio.CancelScope] = field(default_factory=dict)
-    given: int = 0  # bytes
+    changed: trio.Event = field(default_factory=trio.Event)  # it may have more to give than before
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
 
 
 @dataclass(slots=True)
@@ -200,7 +204,8 @@ class _Download:
         self._random = random
         self._absent: Counter[bytes] = Counter()  # times the trainer said it has not
         self._lines: dict[str, Line] = {}
-        self._changed = trio.Event()
+        self._finished = trio.Event()
+        self._greeted = trio.Event()
         self._greeting: set[str] = set()  # nodes that have not said yet what they have
 
     async def run(self) -> None:
@@ -209,16 +214,15 @@ class _Download:
                 self._add(nursery, mirror, "mirror", _REQUESTS)
             nursery.start_soon(self._recruit, nursery)
             nursery.start_soon(self._turn_to_trainer, nursery)
-            while self._pieces.missing:
-                await self._changed.wait()
+            await self._finished.wait()
             nursery.cancel_scope.cancel()
 
     async def _turn_to_trainer(self, nursery: trio.Nursery) -> None:
         """Last, once the nodes known already have said what they have, or had the time to."""
         self._greeting = {source.name for source in self._swarm.nodes()[:_LINES]}
-        with trio.move_on_after(_GREET_SECONDS):
-            while self._greeting:
-                await self._changed.wait()
+        if self._greeting:
+            with trio.move_on_after(_GREET_SECONDS):
+                await self._greeted.wait()
         self._add(nursery, self._swarm.trainer, "trainer", self._config.blobs_in_flight)
 
     def _add(self, nursery: trio.Nursery, source: Source, kind: str, requests: int) -> None:
@@ -256,25 +260,23 @@ class _Download:
                 continue
             finally:
                 self._greeting.discard(line.source.name)
+                if not self._greeting:
+                    self._greeted.set()
             line.offer.lacks.clear()
             line.offer.answers = line.record.rests_until <= trio.current_time()
-            self._wake()
+            line.wake()
             await self._until_stale(line)
 
     async def _until_stale(self, line: Line) -> None:
         with trio.move_on_after(self._pace.refresh):
             while line.record.rests_until <= trio.current_time():
-                await self._changed.wait()
+                await line.changed.wait()
 
     def _on_have(self, line: Line, digests: tuple[bytes, ...]) -> None:
         # SPEC 9.6: digests that were not asked about are ignored.
         if line.offer.holds is not None:
             line.offer.holds.update(digest for digest in digests if digest in self._pieces.missing)
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+            line.wake()
 
     # --- pieces ---
 
@@ -286,10 +288,9 @@ class _Download:
                 blob = self._choose(line, number)  # another node may have it by now
             if blob is None:
                 with trio.move_on_after(_LOOK_SECONDS):
-                    await self._changed.wait()
+                    await line.changed.wait()
             else:
                 await self._ask(line, blob)
-                self._wake()
 
     async def _wait_turn(self, line: Line, blob: Blob) -> None:
         """Nodes that want the same at the same time ask the trainer at different times: who comes later finds that
@@ -343,6 +344,8 @@ class _Download:
         if self._pieces.done(blob.digest):
             self.progress.note(line, blob.length, self._pieces.left)
             self._tell(self.progress)
+            if not self._pieces.missing:
+                self._finished.set()
             for other in self._lines.values():
                 if other is not line and blob.digest in other.scopes:
                     other.scopes[blob.digest].cancel()
@@ -390,7 +393,7 @@ class _Download:
         most = self._pace.rest_most / 10 if line.kind == "trainer" else self._pace.rest_most
         line.record.failed(trio.current_time(), first, most)
         line.offer.answers = False
-        self._wake()
+        line.wake()
 
     def _say(self, name: str, text: str, level: Level, **values: Any) -> None:
         self._report(Event(name, text, level, values))

@@ -121,8 +121,8 @@ def test_what_one_node_has_the_trainer_gives_no_second_time(tmp_path: Path) -> N
 
 def test_eight_nodes_that_start_together_share_what_the_trainer_gives(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with world(tmp_path, pieces=64) as it, trio.open_nursery() as nursery:
-            slow = Bucket(64 * PIECE / 1.5, PIECE)  # the trainer's link: a second and a half for everything
+        async with world(tmp_path, pieces=32) as it, trio.open_nursery() as nursery:
+            slow = Bucket(32 * PIECE, PIECE)  # the trainer's link: a second for everything
             it.trainer.before_blob = lambda data: slow.take(len(data))
             nodes = [await enter(nursery, it.node(f"node-{number}", pace=Pace(rest=0.2))) for number in range(8)]
             it.introduce(*nodes)
