@@ -92,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     log.add_argument("--json", action="store_true", help="print one JSON object")
     log.set_defaults(command=_export_log)
 
+    publish = commands.add_parser(
+        "publish", help="write the published policies as static files, for nodes that join with --mirror URL"
+    )
+    publish.add_argument("run", type=Path)
+    publish.add_argument(
+        "--mirror", type=Path, required=True, metavar="DIR", help="folder to write, or to bring up to date"
+    )
+    publish.add_argument("--json", action="store_true", help="print one JSON object")
+    publish.set_defaults(command=_publish)
+
     quarantine = commands.add_parser("quarantine", help="list the traces that auditors died on")
     quarantine.add_argument("run", type=Path)
     quarantine.add_argument("--json", action="store_true", help="print one JSON object a trace")
@@ -217,6 +227,24 @@ def _export_log(options: argparse.Namespace) -> int:
     print(f"{options.out}: {done.epochs} epochs, {done.sealed} of them closed and sealed")
     print(f"written now: {done.traces} traces, {done.policies} policies")
     print(f"check it: rlverify audit {options.out}")
+    return 0
+
+
+def _publish(options: argparse.Namespace) -> int:
+    import dataclasses
+
+    from trainer.ledger import Ledger
+    from trainer.mirror import write_mirror
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    done = write_mirror(run, Ledger(run.folder.ledger, read_only=True), options.mirror)
+    if options.json:
+        print(json.dumps({"folder": str(options.mirror), **dataclasses.asdict(done)}))
+        return 0
+    print(f"{options.mirror}: {done.versions} policies, the newest is {done.latest}")
+    print(f"written now: {done.written} pieces, removed {done.removed}")
+    print("serve the folder with any web server; nodes join with --mirror URL")
     return 0
 
 
