@@ -205,7 +205,8 @@ def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
     return tuple(sorted(places, key=lambda each: each.name))
 
 
-def _digest_range(path: Path, begin: int, end: int) -> bytes:
+def digest_range(path: Path, begin: int, end: int) -> bytes:
+    """SHA-256 of a part of a file. Raises PolicyError when the file is shorter."""
     state = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(begin)
@@ -234,7 +235,7 @@ def policy_root(folder: Path) -> bytes:
     """SPEC 8.3.2: the 32 bytes that name a policy: a Merkle root over its tensors (by name), then
     its other files (by name). Raises PolicyError."""
     leaves = [
-        TensorLeaf(place.name, place.dtype, place.shape, _digest_range(path, place.begin, place.end))
+        TensorLeaf(place.name, place.dtype, place.shape, digest_range(path, place.begin, place.end))
         for path, place in tensor_places(folder)
     ]
     return root_of(leaves, file_leaves(folder))
@@ -257,7 +258,7 @@ def tensor_places(folder: Path) -> list[tuple[Path, TensorPlace]]:
 def file_leaves(folder: Path) -> list[FileLeaf]:
     """The leaves of a policy folder's files that hold no tensors. Raises PolicyError."""
     others = [path for path in policy_files(folder) if path.suffix != ".safetensors"]
-    return [FileLeaf(path.name, _digest_range(path, 0, path.stat().st_size)) for path in others]
+    return [FileLeaf(path.name, digest_range(path, 0, path.stat().st_size)) for path in others]
 
 
 def root_of(tensors: Iterable[TensorLeaf], files: Iterable[FileLeaf]) -> bytes:
