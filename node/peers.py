@@ -34,6 +34,7 @@ class PeerBook:
         self._path = path
         self._ours = ours
         self.peers: Mapping[bytes, messages.Peer] = {peer.node: peer for peer in self._read() if peer.node != ours}
+        self.heard = trio.Event()  # the trainer has answered this process, now or earlier
         self.changed = trio.Event()  # the list is another
         self.stirred = trio.Event()  # the trainer should be told or asked something
         self.strangers: dict[bytes, None] = {}  # who asked us and is not in the list
@@ -55,6 +56,7 @@ class PeerBook:
         merged = dict(list(merged.items())[:_KEPT])
         self.strangers = {node: None for node in self.strangers if node not in merged}
         is_new = merged != self.peers
+        self.heard.set()
         self.peers = merged
         self.changed.set()
         self.changed = trio.Event()
@@ -107,6 +109,7 @@ class PeerExchange:
                 reply = await asker.patiently(request, messages.PeersReply, "asking which nodes there are")
             except Refused as error:
                 self._report(Event("no_peers", f"the trainer names no other nodes: {error}", Level.DETAIL))
+                self._book.heard.set()
                 return
             await self._learn(reply, about)
             await trio.sleep(_GAP_SECONDS)

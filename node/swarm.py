@@ -206,7 +206,8 @@ class _Download:
         self._lines: dict[str, Line] = {}
         self._finished = trio.Event()
         self._greeted = trio.Event()
-        self._greeting: set[str] = set()  # nodes that have not said yet what they have
+        self._greeting: set[str] = set()  # nodes that should say what they have before the trainer is asked
+        self._greeted_by: set[str] = set()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -218,10 +219,11 @@ class _Download:
             nursery.cancel_scope.cancel()
 
     async def _turn_to_trainer(self, nursery: trio.Nursery) -> None:
-        """Last, once the nodes known already have said what they have, or had the time to."""
-        self._greeting = {source.name for source in self._swarm.nodes()[:_LINES]}
-        if self._greeting:
-            with trio.move_on_after(_GREET_SECONDS):
+        """Last, once other nodes are known and have said what they have, or had the time to."""
+        with trio.move_on_after(_GREET_SECONDS):
+            await self._book.heard.wait()
+            self._greeting = {source.name for source in self._swarm.nodes()[:_LINES]} - self._greeted_by
+            if self._greeting:
                 await self._greeted.wait()
         self._add(nursery, self._swarm.trainer, "trainer", self._config.blobs_in_flight)
 
@@ -259,8 +261,8 @@ class _Download:
                 self._failed(line, "source_lost", error)
                 continue
             finally:
-                self._greeting.discard(line.source.name)
-                if not self._greeting:
+                self._greeted_by.add(line.source.name)
+                if self._greeting and self._greeting <= self._greeted_by:
                     self._greeted.set()
             line.offer.lacks.clear()
             line.offer.answers = line.record.rests_until <= trio.current_time()

@@ -87,7 +87,10 @@ class FetchingNode:
 
     async def follow(self, address: RunAddress) -> None:
         """Keep one session with the trainer: greet it, take what it announces, ask who else is there."""
-        stream = await self.host.open(address.dial, messages.SESSION_PROTOCOL, seconds=10)
+        try:
+            stream = await self.host.open(address.dial, messages.SESSION_PROTOCOL, seconds=10)
+        except NetError:
+            return
         session = Session(stream)
         asker = Asker(session, self.events.append, Random())
         try:

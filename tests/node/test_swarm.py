@@ -53,6 +53,7 @@ class World:
             self.network.host(who) as host,
             fetching_node(self.folder / name, host, who, address, seed=seed, **changes) as node,
         ):
+            node.book.learn(())
             yield node
 
     def who(self, name: str) -> Identity:

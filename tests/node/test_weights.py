@@ -88,6 +88,7 @@ async def downloading(
                 download.report(event)
 
             book = PeerBook(folder / "peers.msgpack", identity.node)
+            book.learn(())
             swarm = Swarm(nursery, ours, config, book, report, Random(1))
             follower = PolicyFollower(
                 trainer.run,
