@@ -26,8 +26,9 @@ def closable(ledger: Ledger, version: int, config: TrainerConfig) -> bool:
     # SPEC 8.12: a newer version is out, and the learner can use nothing of this one.
     if latest is None or latest - version <= config.staleness_limit or version != ledger.sealed():
         return False
+    found = ledger.policy(version)
     # SPEC 8.12: no lease of it is open, and nothing of it waits for a verdict.
-    return ledger.is_settled(version)
+    return found is not None and found[2] is not None and ledger.is_settled(version)
 
 
 def epoch_log(ledger: Ledger, version: int) -> EpochLog | None:

@@ -241,9 +241,14 @@ class Gateway:
         """One a round at most: reading an epoch takes a moment, and nothing waits for it."""
         registrar = self.office.registrar
         version = registrar.candidate(self.office.ledger)
-        if version is not None:
+        if version is None:
+            return
+        try:
             signed = await trio.to_thread.run_sync(registrar.draft, version, now_ms())
-            await self._try(lambda: registrar.record(self.writer, signed))
+        except StorageError as error:
+            self.storage_failed(str(error))
+            return
+        await self._try(lambda: registrar.record(self.writer, signed))
 
     async def _prune(self) -> None:
         keep = self.office.run.config.keep_traces
