@@ -228,9 +228,10 @@ def test_no_float32_token_may_exceed_the_hard_margin() -> None:
 
 def test_bfloat16_has_a_budget_that_short_traces_do_not_reach() -> None:
     limits = limits_for("bfloat16", "bfloat16")
-    assert not judge_margins([0.0] * 4094 + [0.6], limits)[0].ok
-    assert judge_margins([0.0] * 4095 + [0.6], limits)[0].ok
-    assert not judge_margins([0.0] * 4094 + [0.6, 0.7], limits)[0].ok
+    over = limits.margin_hard + 0.1
+    assert not judge_margins([0.0] * 4094 + [over], limits)[0].ok
+    assert judge_margins([0.0] * 4095 + [over], limits)[0].ok
+    assert not judge_margins([0.0] * 4094 + [over, over], limits)[0].ok
 
 
 def test_a_low_temperature_widens_the_margin_as_it_widens_the_error() -> None:
