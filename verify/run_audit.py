@@ -34,6 +34,7 @@ from verify.scores import add_scores, evidence
 from verify.standing import LEAST_FIRST, RATE_TOLERANCE, WINDOW, rate
 
 MAX_GENESIS_BYTES: Final = 1024 * 1024
+ABSENT: Final = 20  # epochs in a row that are missing, after which no more are looked for
 LISTED: Final = 1000  # disagreements kept with their words; all are counted
 _SCORE_TOLERANCE: Final = 1e-6  # nats: sums in another order
 
@@ -113,9 +114,14 @@ def audit_run(source: Source, rejudge: Rejudge) -> Report:
     index = read_index(source)
     audit = RunAudit(*_open_genesis(source, index.run), rejudge)
     last = max(index.epochs - 1, source.highest_epoch())
+    absent = 0
     for version in range(last + 1):
         data = source.read(epoch_file(version), MAX_EPOCH_BYTES)
         audit.epoch(version, data)
+        absent = 0 if data is not None else absent + 1
+        if absent == ABSENT:
+            audit.report.add(1, f"epochs {version + 1} to {last}", f"are not looked for: {ABSENT} before are missing")
+            break
     report = audit.finish()
     if read_index(source).text != index.text:
         raise UsageError("the log was written anew while it was read: audit it again")

@@ -447,3 +447,12 @@ def test_a_byte_changed_anywhere_is_found_or_makes_the_log_unusable(log: SmallLo
         except UsageError:
             assert path.name == "genesis.msgpack", (path.name, place, bit)
         path.write_bytes(data)
+
+
+def test_an_index_that_announces_a_million_epochs_costs_little(log: SmallLog, tmp_path: Path) -> None:
+    folder = log.write(tmp_path / "log")
+    index = json.loads((folder / "log.json").read_text())
+    (folder / "log.json").write_text(json.dumps({**index, "epochs": 1_000_000}))
+    source = FolderSource(folder)
+    found = said(audit_run(source, Rejudge(source, None, 0, "cpu")))
+    assert len(found) == 21 and "epochs 23 to 999999: are not looked for" in found[-1]
