@@ -4,10 +4,12 @@
     policies/vN.tmp      the policy                          written and flushed
     policies/vN.tmp  →  policies/vN                          renamed
     learner/step-N.tmp → learner/step-N                      renamed: from here on the step has happened
+    deltas/vN                                                how to make the policy from earlier ones
     ledger                                                   one transaction: figures, groups used, policy N
 
 A learner killed before the second rename leaves nothing that counts, and `recover` clears it away; killed after
-it, `recover` tells the ledger what it had missed. Not here: what a step computes (learner.py, masters.py).
+it, `recover` tells the ledger what it had missed; where deltas are missing then, nodes fetch the files. Not here: what
+a step computes (learner.py, masters.py).
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from torch import Tensor
 
 from protocol.errors import LocalError, StorageError
 from protocol.policy import policy_root
+from trainer.deltas import make_deltas
 from trainer.ledger import Ledger
 from trainer.ledger_rows import StepRow
-from trainer.publish import flush, write_policy
-from trainer.rundir import RunFolder
+from trainer.publish import write_policy
+from trainer.rundir import RunFolder, flush
 
 KEPT_STEPS: Final = 2  # learner states on disk: the last one, and the one before should that be damaged
 
@@ -102,7 +105,11 @@ def commit(
         reached("step renamed")
     except (OSError, SafetensorError) as error:
         raise StorageError(f"policy {row.version} could not be written: {error}") from error
+    said = make_deltas(folder, row.version, ledger.roots())
+    reached("deltas made")
     ledger.record_step(row, record.root, taken)
+    for text in said:
+        ledger.add_event(row.created_ms, "delta", text)
     reached("recorded")
     for version in range(row.version - KEPT_STEPS, -1, -1):
         if not folder.step(version).exists():

@@ -162,6 +162,10 @@ class Ledger(LogOfRun):
         )
         return None if row is None else (row[0], row[1], row[2])
 
+    def roots(self) -> dict[int, bytes]:
+        """The root of every version."""
+        return dict(self._db.execute("SELECT version, root FROM policies"))
+
     def latest_signed(self) -> int | None:
         latest: int | None = self._db.execute(
             "SELECT MAX(version) FROM policies WHERE manifest IS NOT NULL"

@@ -17,7 +17,7 @@ from pathlib import Path
 from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import PolicyError, StorageError, UsageError
-from protocol.policy import Manifest
+from protocol.policy import Manifest, blobs_in
 from trainer.ledger import Ledger
 from trainer.rundir import Run
 from trainer.shelf import Shelf, read_blob
@@ -53,7 +53,7 @@ def _write_mirror(run: Run, ledger: Ledger, out: Path) -> Mirrored:
     for version, signed in sorted(published.items()):
         manifest = codec.decode(Manifest, signed.payload)
         shelf.put(signed, manifest)
-        digests = {blob.digest for file in manifest.files for blob in file.blobs}
+        digests = set(blobs_in(manifest))
         try:
             written += sum(_write_blob(shelf, digest, out) for digest in digests)
         except PolicyError:

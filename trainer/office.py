@@ -20,6 +20,7 @@ from protocol.policy import Manifest, describe
 from trainer.audit_draw import AuditChain
 from trainer.child import now_ms
 from trainer.clerk import Clerk
+from trainer.deltas import describe_deltas
 from trainer.epochs import Registrar
 from trainer.inbox import Examiner, Inbox, Notary
 from trainer.judge import Judge
@@ -112,7 +113,7 @@ def sign_calibrations(signer: Identity, ledger: Ledger) -> None:
 
 
 def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Signed:
-    """Describe a published policy and sign it. Reads every byte of it. Raises PolicyError."""
+    """Describe a published policy and its deltas, and sign that. Reads every byte of them. Raises PolicyError."""
     created_ms = now_ms()
     return seal(
         signer,
@@ -123,5 +124,6 @@ def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Sign
             files=describe(run.folder.policy(version)),
             created_ms=created_ms,
             expires_ms=created_ms + MANIFEST_DAYS * 86_400_000,
+            deltas=describe_deltas(run.folder, version),
         ),
     )

@@ -7,7 +7,6 @@ manifest that announces a policy (the gateway signs it), the order in which fold
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from protocol.errors import PolicyError
 from protocol.policy import policy_files, policy_root, read_safetensors
-from trainer.rundir import RunFolder
+from trainer.rundir import RunFolder, flush
 
 
 def tensor_names(policy: Path) -> frozenset[str]:
@@ -60,16 +59,9 @@ def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
 
 
 def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:
-    """Remove published policies older than the newest `keep`: no node, audit or learner may need them."""
-    for path in folder.policies.glob("v*"):
-        if path.name < folder.policy(max(0, newest - keep + 1)).name:
+    """Remove published policies older than the newest `keep`, and the deltas that lead to them: no node, audit or
+    learner may need them."""
+    oldest = folder.policy(max(0, newest - keep + 1)).name
+    for path in (*folder.policies.glob("v*"), *folder.deltas(newest).parent.glob("v*")):
+        if path.name < oldest:
             shutil.rmtree(path)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

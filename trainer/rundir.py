@@ -3,6 +3,7 @@
     RUN/config.toml  genesis.msgpack  address  port  page  ledger.sqlite  lock  *.lock
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
     RUN/policies/v00000012/                published policies, Hugging Face folders in bfloat16
+    RUN/deltas/v00000012/*.ulpd1           how to make one from an earlier one
     RUN/learner/step-00000012/             float32 masters, optimiser state, the batch that was used
     RUN/quarantine/DIGEST.msgpack          traces that auditors died on, for a person to look at
     RUN/logs/*.log
@@ -91,6 +92,10 @@ class RunFolder:
     def policy(self, version: int) -> Path:
         return self.policies / f"v{version:08d}"
 
+    def deltas(self, version: int) -> Path:
+        """The deltas that lead to policy `version`."""
+        return self.path / "deltas" / f"v{version:08d}"
+
     def versions(self) -> list[int]:
         """The policy versions on disk, oldest first."""
         names = (path.name[1:] for path in self.policies.glob("v*") if path.is_dir())
@@ -99,6 +104,15 @@ class RunFolder:
     def step(self, version: int) -> Path:
         """The learner's state after it made policy `version`."""
         return self.learner / f"step-{version:08d}"
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @dataclass(frozen=True, slots=True)

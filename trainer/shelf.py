@@ -17,6 +17,7 @@ from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import PolicyError
 from protocol.limits import MAX_BLOB_BYTES
 from protocol.policy import Manifest
+from trainer.deltas import delta_path
 from trainer.rundir import RunFolder
 from verify.structure import PolicyShape, policy_shape
 
@@ -105,10 +106,12 @@ class Shelf:
 
     def _places(self, manifest: Manifest) -> dict[bytes, BlobPlace]:
         folder = self._folder.policy(manifest.version)
+        files = [(folder / file.name, file.blobs) for file in manifest.files]
+        files += [(delta_path(self._folder, manifest.version, each), each.blobs) for each in manifest.deltas]
         return {
-            blob.digest: BlobPlace(folder / file.name, place * MAX_BLOB_BYTES, blob.length, blob.digest)
-            for file in manifest.files
-            for place, blob in enumerate(file.blobs)
+            blob.digest: BlobPlace(path, place * MAX_BLOB_BYTES, blob.length, blob.digest)
+            for path, blobs in files
+            for place, blob in enumerate(blobs)
         }
 
 
