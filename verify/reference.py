@@ -11,6 +11,7 @@ is prefilled anew, as in an engine whose cache was needed for others in between.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import transformers
 from torch import Tensor
 
 from protocol import identity
@@ -271,7 +271,7 @@ def describe(model: PolicyModel) -> EngineDescriptor:
     device = "cpu" if model.device.type == "cpu" else f"cuda:{torch.cuda.get_device_name(model.device)}"
     return EngineDescriptor(
         name="reference",
-        version=transformers.__version__[:64],
+        version=importlib.metadata.version("transformers")[:64],
         dtype=str(model.dtype).removeprefix("torch."),
         device=(device if device != "cpu" else f"cpu:{platform.machine()}")[:64],
         runner="reference",
