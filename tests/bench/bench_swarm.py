@@ -239,9 +239,8 @@ def main() -> int:
     )
     print(f"bytes the nodes had: {', '.join(f'{count / 1e6:.0f} MB from {kind}s' for kind, count in given.items())}")
     missed = [name for name, bad in (("upload", times > UPLOAD_BAR), ("time", ratio > TIME_BAR)) if bad]
-    print(
-        f"bars: upload at most {UPLOAD_BAR}, time at most {TIME_BAR}: {'missed ' + ', '.join(missed) if missed else 'met'}"
-    )
+    outcome = f"missed {', '.join(missed)}" if missed else "met"
+    print(f"bars: upload at most {UPLOAD_BAR}, time at most {TIME_BAR}: {outcome}")
     return 1 if missed else 0
 
 
