@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Final
 
 import trio
@@ -23,7 +24,8 @@ from protocol.net.session import Session
 
 _STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
 _BLOBS_PER_STREAM: Final = 4  # 4 MiB each, in memory while the other reads slowly
-_BLOBS_AT_ONCE: Final = 16  # read or on their way, to all
+_UPLOADS: Final = 4  # at once, to all: a few at full speed spread sooner than many slow ones
+_WAITING: Final = 32  # for one of these
 _LONGEST_WAIT_SECONDS: Final = 20.0  # for the upload cap; who would wait longer is told to ask elsewhere
 _BURST_BYTES: Final = 2 * limits.MAX_BLOB_BYTES
 
@@ -50,14 +52,66 @@ class Bucket:
         await trio.sleep(wait)
 
 
-class _Visitor:
-    """One stream of another node: what it asked about and was not yet told."""
+class _Sending:
+    """A stream that says when a blob has left, or could not."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self.peer = stream.peer
+        self.on_sent: Callable[[int], None] = lambda size: None
+
+    async def send(self, frame: bytes, *, seconds: float, what: str) -> None:
+        try:
+            await self._stream.send(frame, seconds=seconds, what=what)
+        finally:
+            self.on_sent(len(frame))
+
+    async def receive(self, *, seconds: float, what: str, limit: int = limits.MAX_FRAME_BYTES) -> bytes:
+        return await self._stream.receive(seconds=seconds, what=what, limit=limit)
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+    async def reset(self) -> None:
+        await self._stream.reset()
+
+
+class _Visitor:
+    """One stream of another node: what it is being sent, what it asked about and was not yet told."""
+
+    def __init__(self, stream: Stream, uploads: trio.Semaphore) -> None:
+        sending = _Sending(stream)
+        sending.on_sent = self._on_sent
+        self.session = Session(sending, at_once=_BLOBS_PER_STREAM)
+        self._uploads = uploads
+        self._turn = trio.Lock()  # a stream carries one blob at a time anyway
+        self._size: int | None = None  # of the blob that is about to leave
+        self._left = trio.Event()  # no blob of this stream holds a place
+        self._left.set()
         self.wants: frozenset[bytes] = frozenset()
         self.news: list[bytes] = []
         self.has_news = trio.Event()
+
+    async def take_place(self) -> None:
+        """Wait for a place among the uploads. It is given back when the blob has left, or by `leave_place`."""
+        async with self._turn:
+            await self._left.wait()
+            await self._uploads.acquire()
+            self._left = trio.Event()
+
+    def leave_place(self) -> None:
+        self._size = None
+        if not self._left.is_set():
+            self._left.set()
+            self._uploads.release()
+
+    def expect(self, size: int) -> None:
+        """The next frame of more than `size` bytes is the blob that holds the place."""
+        self._size = size
+
+    def _on_sent(self, size: int) -> None:
+        if self._size is not None and size > self._size:
+            self.leave_place()
 
     def tell(self, digest: bytes) -> None:
         if digest in self.wants:
@@ -87,7 +141,8 @@ class BlobServer:
         self._status = status
         self._streams: Counter[bytes] = Counter()
         self._visitors: set[_Visitor] = set()
-        self._giving = 0
+        self._uploads = trio.Semaphore(_UPLOADS)
+        self._asked = 0  # blobs being read or waiting for an upload's place
 
     def start(self, host: Host) -> None:
         host.serve(messages.BLOB_PROTOCOL, self._stream)
@@ -103,7 +158,7 @@ class BlobServer:
             await stream.reset()
             return
         self._streams[peer] += 1
-        visitor = _Visitor(Session(stream, at_once=_BLOBS_PER_STREAM))
+        visitor = _Visitor(stream, self._uploads)
         self._visitors.add(visitor)
         try:
             async with trio.open_nursery() as nursery:
@@ -111,6 +166,7 @@ class BlobServer:
                 await self._serve(visitor)
                 nursery.cancel_scope.cancel()
         finally:
+            visitor.leave_place()
             self._visitors.discard(visitor)
             self._streams[peer] -= 1
             if not self._streams[peer]:
@@ -131,24 +187,35 @@ class BlobServer:
             raise Refused(Code.BUSY, "the trainer has not named you to this node: ask again later, or elsewhere")
         match request:
             case messages.GetBlob():
-                return await self._blob(request.digest)
+                return await self._blob(visitor, request.digest)
             case messages.GetHaves():
                 return await self._haves(visitor, request.digests)
             case messages.GetManifest():
                 return self._manifest(request.version)
         raise Refused(Code.UNEXPECTED_MESSAGE, f"a node does not answer {type(request).__name__} here")
 
-    async def _blob(self, digest: bytes) -> messages.BlobReply:
-        if self._giving >= _BLOBS_AT_ONCE or self._bucket.wait_seconds(limits.MAX_BLOB_BYTES) > _LONGEST_WAIT_SECONDS:
+    async def _blob(self, visitor: _Visitor, digest: bytes) -> messages.BlobReply:
+        if self._asked >= _WAITING or self._bucket.wait_seconds(limits.MAX_BLOB_BYTES) > _LONGEST_WAIT_SECONDS:
             raise Refused(Code.BUSY, "this node gives away all it wants to: ask elsewhere")
-        self._giving += 1
+        self._asked += 1
+        try:
+            if not await trio.to_thread.run_sync(self._store.has_blob, digest):
+                raise Refused(Code.NOT_FOUND, f"this node has no blob {digest.hex()[:16]}… now")
+            return await self._read_in_turn(visitor, digest)
+        finally:
+            self._asked -= 1
+
+    async def _read_in_turn(self, visitor: _Visitor, digest: bytes) -> messages.BlobReply:
+        await visitor.take_place()
         try:
             data = await trio.to_thread.run_sync(self._store.read_blob, digest)
             if data is None:
                 raise Refused(Code.NOT_FOUND, f"this node has no blob {digest.hex()[:16]}… now")
             await self._bucket.take(len(data))
-        finally:
-            self._giving -= 1
+        except BaseException:
+            visitor.leave_place()
+            raise
+        visitor.expect(len(data))
         self._status.given_bytes += len(data)
         self._status.giving.add(len(data))
         return messages.BlobReply(data)

@@ -40,8 +40,8 @@ class Source(Protocol):
     async def holds(self, digests: Sequence[bytes]) -> set[bytes] | None:
         """Which of these it has; None: ask it for any. Raises NetError or RemoteError."""
 
-    async def manifest(self) -> Signed:
-        """The newest it has, not checked. Raises NetError or RemoteError."""
+    async def manifest(self, version: int | None = None) -> Signed:
+        """Of a version, or the newest it has; not checked. Raises NetError or RemoteError."""
 
 
 @dataclass(slots=True)
@@ -67,6 +67,10 @@ class Record:
             return  # several requests that failed together are one failure
         self.rests_until = now + min(most, first * 2.0 ** min(self.failures, 32))
         self.failures += 1
+
+    def busy(self, now: float, seconds: float) -> None:
+        """It has enough to do: no failure."""
+        self.rests_until = max(self.rests_until, now + seconds)
 
     def banned(self, now: float, seconds: float) -> None:
         self.failures += 1
@@ -107,11 +111,10 @@ class PeerSource:
             found.update(set_bits(reply.bitmap, asked))
         return found
 
-    async def manifest(self) -> Signed:
-        what = f"asking {self.name} for the newest policy it has"
-        return (
-            await self._ask(messages.GetManifest(None), messages.ManifestReply, limits.REQUEST_SECONDS, what)
-        ).manifest
+    async def manifest(self, version: int | None = None) -> Signed:
+        what = f"asking {self.name} for {'the newest policy it has' if version is None else f'policy {version}'}"
+        request = messages.GetManifest(version)
+        return (await self._ask(request, messages.ManifestReply, limits.REQUEST_SECONDS, what)).manifest
 
     async def _ask(self, request: object, cls: type[Reply], seconds: float, what: str) -> Reply:
         session = await self._open()

@@ -26,7 +26,8 @@ from protocol.net.base import Host, peer_address
 from protocol.policy import Blob
 
 _LINES: Final = 16  # other nodes asked in one download
-_REQUESTS: Final = 2  # of one source at once, so that its link does not idle between two
+_REQUESTS: Final = 2  # of one source at once, so that its link does not idle between two; of many, one is enough
+_MANY: Final = 4
 _NOT_FOUND_TRIES: Final = 3  # of the trainer: then the piece is gone, a newer policy is out
 _GREET_SECONDS: Final = 1.0  # for known nodes to say what they have, before the trainer is asked
 _TRAINER_REQUESTS: Final = 2  # on their way to the trainer from all nodes together, about
@@ -42,7 +43,7 @@ Keep = Callable[[Blob, bytes], Awaitable[None]]
 class Pace:
     """The waits of a download, in seconds."""
 
-    patience: float = 5.0  # a request is late after this and three times what the source usually needs
+    patience: float = 10.0  # a request is late after this and three times what the source usually needs
     refresh: float = 20.0  # a peer is asked again what it has; the stream lives on silence of 45 s at most
     rest: float = 5.0  # a source that failed is left alone, at first; the trainer for a tenth of it
     rest_most: float = 300.0  # and after many failures
@@ -311,6 +312,8 @@ class _Download:
             if number and self._pieces.helpers(now) >= _TRAINER_REQUESTS:
                 return None
             return self._pieces.choose(line.offer, now)
+        if number and self._pieces.helpers(now) > _MANY:
+            return None
         in_flight = sum(len(each.offer.asks) for each in self._lines.values() if each.kind != "trainer")
         return self._pieces.choose(line.offer, now) if in_flight < self._config.blobs_in_flight else None
 
@@ -378,6 +381,11 @@ class _Download:
             self._absent[blob.digest] += 1
             if self._absent[blob.digest] >= _NOT_FOUND_TRIES:
                 raise PieceMissing(f"{line.source.name} no longer has {self.progress.what}") from error
+        elif error.code == Code.BUSY:
+            line.record.busy(trio.current_time(), self._pace.rest)
+            line.offer.answers = False
+            line.wake()
+            return
         elif missing:
             line.offer.lacks.add(blob.digest)
             if line.kind == "mirror":

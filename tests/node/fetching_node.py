@@ -35,7 +35,7 @@ from protocol.run import RunAddress
 from protocol.trace import EngineDescriptor
 
 ENGINE = EngineDescriptor("none", "1", "float32", "cpu", "reference")
-QUICK = Pace(patience=0.5, refresh=5.0, rest=0.3, rest_most=5.0, dial=2.0)
+QUICK = Pace(patience=1.0, refresh=5.0, rest=0.3, rest_most=5.0, dial=2.0)
 
 
 @dataclass
