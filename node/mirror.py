@@ -58,12 +58,13 @@ class MirrorSource:
         """Nobody can ask a folder what it has but by asking for it."""
         return None
 
-    async def manifest(self) -> Signed:
-        data = await self._get("latest.msgpack", None, limits.REQUEST_SECONDS)
+    async def manifest(self, version: int | None = None) -> Signed:
+        path = "latest.msgpack" if version is None else f"manifests/{version:06d}.msgpack"
+        data = await self._get(path, None, limits.REQUEST_SECONDS)
         try:
             return codec.decode(Signed, data)
         except DecodeError as error:
-            raise DecodeError(error.code, f"{self.name}: latest.msgpack is no signed object: {error}") from None
+            raise DecodeError(error.code, f"{self.name}: {path} is no signed object: {error}") from None
 
     async def _get(self, path: str, length: int | None, seconds: float) -> bytes:
         """A file of exactly `length` bytes, or of any bounded size. Raises NetError or RemoteError."""

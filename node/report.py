@@ -86,10 +86,21 @@ class Status:
     last_refusal: str = ""
     download: str = ""  # progress of the policy being fetched, for a person
     downloading: dict[str, Any] = field(default_factory=dict)  # the same in figures; empty when there is none
+    policies_by_delta: int = 0  # policies that came since the start
+    policies_whole: int = 0
+    delta_bytes: tuple[int, int] = (0, 0)  # fetched for those that came by delta, and their own size
     given_bytes: int = 0  # to other nodes, pieces of policies
     giving: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
     started: float = field(default_factory=time.time)
+
+    def followed(self, fetched: int, size: int, *, by_delta: bool) -> None:
+        """A policy is here."""
+        if by_delta:
+            self.policies_by_delta += 1
+            self.delta_bytes = self.delta_bytes[0] + fetched, self.delta_bytes[1] + size
+        else:
+            self.policies_whole += 1
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""
@@ -117,6 +128,10 @@ class Status:
             "tokens_per_second": round(self.tokens.rate(), 1),
             "download": self.download,
             "downloading": self.downloading,
+            "policies_by_delta": self.policies_by_delta,
+            "policies_whole": self.policies_whole,
+            "delta_bytes": self.delta_bytes[0],
+            "delta_policy_bytes": self.delta_bytes[1],
             "given_bytes": self.given_bytes,
             "giving_bytes_per_second": int(self.giving.rate()),
             "started": self.started,

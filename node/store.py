@@ -1,7 +1,7 @@
 """A node's home on disk: identity, policies, blobs, unsent traces, what the trainer acknowledged.
 
     home/  key · address · lock · status.json
-      runs/<run>/  blobs/         pieces of the policy being fetched, by digest
+      runs/<run>/  blobs/         pieces of the policy being fetched, and deltas to those held, by digest
                    policies/      v<version>-<root>/, each whole and checked
                    leases/        leases not settled yet, by id
                    outbox/        signed traces without a receipt, by digest
@@ -34,7 +34,8 @@ from protocol import codec, identity, limits
 from protocol.envelope import Signed
 from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError, UsageError
 from protocol.lease import Lease
-from protocol.policy import Manifest, PolicyFile, policy_root
+from protocol.policy import Delta, Manifest, PolicyFile, policy_root
+from protocol.policy_delta import fill
 from protocol.run import RunAddress
 from protocol.trace import Trace
 
@@ -240,7 +241,21 @@ class HeldPolicy:
     root: bytes
     folder: Path
     manifest: Signed
+    size: int  # bytes of its files
+    deltas: frozenset[bytes]  # digests of the blobs of deltas that lead to it
     places: Mapping[bytes, tuple[str, int, int]]  # blob digest → file name, offset, length
+
+    def used_ns(self) -> int:
+        """When it was last used: by the engine, or by another node that fetched from it."""
+        try:
+            return self.folder.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def touch(self) -> None:
+        """It is used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder)
 
 
 def _held(folder: Path, signed: Signed) -> HeldPolicy:
@@ -251,7 +266,8 @@ def _held(folder: Path, signed: Signed) -> HeldPolicy:
         for blob in file.blobs:
             places.setdefault(blob.digest, (file.name, offset, blob.length))
             offset += blob.length
-    return HeldPolicy(manifest.version, manifest.root, folder, signed, places)
+    deltas = frozenset(blob.digest for delta in manifest.deltas for blob in delta.blobs)
+    return HeldPolicy(manifest.version, manifest.root, folder, signed, manifest.size, deltas, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +304,8 @@ class RunStore:
         self._verdicts = Log(folder / "verdicts.log", config.log_bytes)
         # Methods run in threads, readers may be in the middle of a loop: these two are replaced, never changed.
         self._changing = threading.Lock()
+        self._in_use: frozenset[int] = frozenset()
+        self.pinned: frozenset[int] = frozenset()  # versions that a delta is being applied to
         self.unsent: Mapping[bytes, Unsent] = self._read_outbox()
         self.held: Mapping[int, HeldPolicy] = self._read_policies()
 
@@ -297,6 +315,38 @@ class RunStore:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- space ---
+
+    def make_room(self, needed: int, what: str) -> None:
+        """Give up the policies used least recently, as far as that lets `needed` more bytes fit.
+
+        Raises StorageError, with nothing given up, when it does not.
+        """
+        sizes = {version: self.held[version].size for version in self._spare()}
+        if self._short(needed) > 0 and self._short(needed) <= sum(sizes.values()):
+            for version in sizes:
+                self._drop_policies([version])
+                if self._short(needed) <= 0:
+                    break
+        self.check_space(needed, what)
+
+    def _short(self, needed: int) -> int:
+        """By how many bytes `needed` more do not fit; 0 or less: they do."""
+        short = needed - (self._free_bytes(self.folder) - self._config.disk_reserve_bytes)
+        if self._config.disk_bytes is not None:
+            short = max(short, needed - (self._config.disk_bytes - self.used_bytes()))
+        return short
+
+    def _spare(self) -> list[int]:
+        """The versions that nothing needs, the one used least recently first."""
+        stay = {self.highest_version, *self.needed_versions()}
+        spare = [held for held in self.held.values() if held.version not in stay]
+        return [held.version for held in sorted(spare, key=lambda held: held.used_ns())]
+
+    def needed_versions(self) -> frozenset[int]:
+        """Of policies in use or being built on, leased, or drawn from by a trace that is not sent."""
+        unsent = (each.policy_version for each in self.unsent.values())
+        leased = (lease.policy_version for lease in self.leases())
+        return frozenset({*self._in_use, *self.pinned, *unsent, *leased})
 
     def check_space(self, needed: int, what: str) -> None:
         """Raise StorageError unless `needed` more bytes fit the disk and the budget."""
@@ -346,6 +396,7 @@ class RunStore:
                 name, offset, length = held.places[digest]
                 data = _read_range(held.folder / name, offset, length)
                 if hashlib.sha256(data).digest() == digest:
+                    held.touch()
                     return data
         return None
 
@@ -353,9 +404,9 @@ class RunStore:
         """Whether a blob lies here, by its name alone."""
         return (self._blobs / digest.hex()).exists() or any(digest in held.places for held in self.held.values())
 
-    def drop_blobs(self, keep: Iterable[bytes] = ()) -> None:
-        """Forget pieces that no download needs any more."""
-        names = {digest.hex() for digest in keep}
+    def drop_blobs(self) -> None:
+        """Forget pieces that no download needs any more. Deltas to the policies held stay, for others."""
+        names = {digest.hex() for held in self.held.values() for digest in held.deltas}
         for path in self._blobs.iterdir():
             if path.name not in names:
                 path.unlink(missing_ok=True)
@@ -368,24 +419,62 @@ class RunStore:
         return max(self.held, default=-1)
 
     def assemble(self, manifest: Manifest, signed: Signed) -> HeldPolicy:
-        """Put the blobs of a manifest together beside, recompute the root, give the folder its name.
+        """Put the blobs of a manifest together.
 
-        Raises PolicyError when the root differs (nothing is kept), PieceMissing, StorageError.
+        Raises PolicyError when they have another root (nothing is kept), PieceMissing, StorageError.
         """
+
+        def fill_with_files(beside: Path) -> None:
+            for file in manifest.files:
+                self._write_file(beside / file.name, file)
+
+        return self._make(manifest, signed, fill_with_files)
+
+    def apply(
+        self, manifest: Manifest, signed: Signed, delta: Delta, check_cancelled: Callable[[], None] = lambda: None
+    ) -> HeldPolicy:
+        """Make a policy from the one held that is the base of a delta to it.
+
+        Raises PolicyError or DecodeError when that is not exactly the policy of the manifest (nothing is kept),
+        PieceMissing, StorageError, and what check_cancelled raises.
+        """
+        base = self.held.get(delta.base_version)
+        if base is None or base.root != delta.base_root:
+            raise PieceMissing(f"policy {delta.base_version} is no longer here")
+
+        def fill_from_base(beside: Path) -> None:
+            for file in manifest.files:
+                if not file.name.endswith(".safetensors"):
+                    self._write_file(beside / file.name, file)
+            fill(base.folder, beside, self._pieces(delta), manifest, check_cancelled)
+
+        return self._make(manifest, signed, fill_from_base)
+
+    def _pieces(self, delta: Delta) -> Iterator[bytes]:
+        for blob in delta.blobs:
+            data = self.read_blob(blob.digest)
+            if data is None:
+                raise PieceMissing(f"a piece of the delta from policy {delta.base_version} is gone from {self._blobs}")
+            yield data
+
+    def _make(self, manifest: Manifest, signed: Signed, fill_folder: Callable[[Path], None]) -> HeldPolicy:
+        """Fill a folder beside, recompute the root, give the folder its name."""
         name = f"v{manifest.version:08d}-{manifest.root.hex()[:16]}"
         beside = self._policies / (name + _UNFINISHED)
         with _named("putting the policy together", beside, manifest.size):
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
-            for file in manifest.files:
-                self._write_file(beside / file.name, file)
-            root = policy_root(beside)
-            if root != manifest.root:
-                shutil.rmtree(beside)
-                raise PolicyError(
-                    f"policy {manifest.version} has the root {root.hex()[:16]}…, its manifest says "
-                    f"{manifest.root.hex()[:16]}…: the trainer signed a manifest that does not fit its files"
-                )
+            try:
+                fill_folder(beside)
+                root = policy_root(beside)
+                if root != manifest.root:
+                    raise PolicyError(
+                        f"policy {manifest.version} has the root {root.hex()[:16]}…, its manifest says "
+                        f"{manifest.root.hex()[:16]}…: the trainer signed a manifest that does not fit its files"
+                    )
+            except BaseException:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
             write_whole(beside / _MANIFEST_NAME, codec.encode(signed), "storing the manifest")
             final = self._policies / name
             if not final.exists():
@@ -430,16 +519,24 @@ class RunStore:
 
     def _drop_policies(self, versions: Iterable[int]) -> None:
         with self._changing:
-            dropped = [self.held[version] for version in versions]
+            dropped = [self.held[version] for version in versions if version in self.held]
             self.held = {version: held for version, held in self.held.items() if held not in dropped}
         for held in dropped:
             shutil.rmtree(held.folder, ignore_errors=True)
 
     def prune(self, in_use: Iterable[int]) -> None:
-        """Keep the last few versions, those in use, and those an unsent trace was drawn from."""
+        """Keep the last few versions and those that something needs."""
+        self._in_use = frozenset(in_use)
+        for version in self._in_use & self.held.keys():
+            self.held[version].touch()
         newest = sorted(self.held)[-self._config.keep_versions :]
-        keep = {*newest, *in_use, *(each.policy_version for each in self.unsent.values())}
+        keep = {*newest, *self.needed_versions()}
         self._drop_policies([version for version in self.held if version not in keep])
+
+    def drop_between(self, version: int) -> None:
+        """Forget a policy that was only made to build the next one on, unless something needs it."""
+        if version in self.held and version not in self.needed_versions():
+            self._drop_policies([version])
 
     # --- leases that are not settled ---
 

@@ -5,8 +5,9 @@ a test tells it. Not here: judging traces, learning.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import trio
 
 from protocol import messages
+from protocol.delta import cut
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
 from protocol.environments.tokenizer import PolicyTokenizer
@@ -23,7 +25,8 @@ from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.limits import MAX_BLOB_BYTES
 from protocol.net.base import Host, Stream
 from protocol.net.session import Session
-from protocol.policy import Manifest, describe, policy_root
+from protocol.policy import DELTA_CODEC, Blob, Delta, Manifest, describe, policy_root
+from protocol.policy_delta import delta_between
 from protocol.run import EnvironmentShare, Genesis, RunAddress, run_id
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Fingerprint, Outcome, Reason, Receipt, Verdict
@@ -88,9 +91,10 @@ class SmallTrainer:
         multiaddr, _, _ = host.addresses[0].partition("/p2p/")
         return RunAddress(multiaddr, self.identity.node, self.run)
 
-    def publish(self, folder: Path, version: int) -> Policy:
+    def publish(self, folder: Path, version: int, *, deltas_from: Sequence[int] = ()) -> Policy:
         files = describe(folder)
-        manifest = Manifest(self.run, version, policy_root(folder), files, self.now(), self.now() + 10**9)
+        deltas = tuple(self._delta(self.policies[base], folder) for base in deltas_from)
+        manifest = Manifest(self.run, version, policy_root(folder), files, self.now(), self.now() + 10**9, deltas)
         policy = Policy(manifest, seal(self.identity, manifest), folder)
         for file in files:
             data = (folder / file.name).read_bytes()
@@ -98,6 +102,13 @@ class SmallTrainer:
                 self.blobs[blob.digest] = data[number * MAX_BLOB_BYTES :][: blob.length]
         self.policies[version] = policy
         return policy
+
+    def _delta(self, base: Policy, folder: Path) -> Delta:
+        blobs = []
+        for data in cut(delta_between(base.folder, folder)):
+            blobs.append(Blob(sha256(data).digest(), len(data)))
+            self.blobs[blobs[-1].digest] = data
+        return Delta(base.manifest.version, base.manifest.root, DELTA_CODEC, tuple(blobs))
 
     async def announce(self, version: int) -> None:
         for session in self._sessions:
@@ -167,7 +178,7 @@ class SmallTrainer:
                 after = self.verdicts[request.verdict_cursor :][:2]
                 return messages.HeartbeatReply(self.now(), latest, tuple(after), request.verdict_cursor + len(after))
             case messages.GetManifest():
-                return messages.ManifestReply(self.policies[latest].signed)
+                return self._manifest(request)
             case messages.GetLeases():
                 return self._give_leases(node, request)
             case messages.GetPeers():
@@ -179,6 +190,12 @@ class SmallTrainer:
             case messages.Submit():
                 return self._receive(request.trace)
         raise RemoteError(Code.UNEXPECTED_MESSAGE, f"not {type(request).__name__}")
+
+    def _manifest(self, request: messages.GetManifest) -> messages.ManifestReply:
+        version = max(self.policies) if request.version is None else request.version
+        if version not in self.policies:
+            raise RemoteError(Code.NOT_FOUND, f"this trainer does not have policy {version}")
+        return messages.ManifestReply(self.policies[version].signed)
 
     def _give_leases(self, node: bytes, request: messages.GetLeases) -> messages.LeasesReply:
         given: list[Signed] = []
@@ -268,7 +285,10 @@ class SmallTrainer:
         self._streams.append(stream)
 
         async def answer(body: bytes) -> bytes:
-            digest = messages.expect(messages.GetBlob, body).digest
+            request = messages.open_body(body)
+            if isinstance(request, messages.GetManifest):
+                return messages.pack(self._manifest(request))
+            digest = request.digest
             if digest not in self.blobs and self.on_missing is not None:
                 await self.on_missing()
             if digest not in self.blobs:

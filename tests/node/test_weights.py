@@ -65,7 +65,12 @@ class Download:
 
 @asynccontextmanager
 async def downloading(
-    folder: Path, trainer: SmallTrainer, *, store: RunStore | None = None, **changes: object
+    folder: Path,
+    trainer: SmallTrainer,
+    *,
+    store: RunStore | None = None,
+    stalled_seconds: float = 20.0,
+    **changes: object,
 ) -> AsyncIterator[Download]:
     network = memory.Network()
     identity = Identity.generate()
@@ -98,6 +103,7 @@ async def downloading(
                 lambda held: download.take(held),
                 report,
                 status,
+                stalled_seconds=stalled_seconds,
             )
             download = Download(trainer, store, follower, status)
             nursery.start_soon(follower.run)
