@@ -956,3 +956,32 @@ def test_a_secret_of_another_run_is_refused_at_start(make_run: MakeRun) -> None:
     save_secrets(Secrets(b"\1" * 32, b"\2" * 32), run.folder.secret)
     with pytest.raises(LocalError, match="not the secret of this run"), open_office(run):
         pass
+
+
+# --- who else is there ---
+
+
+@on_trio
+async def test_nodes_are_named_to_each_other_while_they_are_connected(make_run: MakeRun) -> None:
+    address = "/ip4/203.0.113.7/tcp/4001"
+
+    async def others(client: Client, about: tuple[bytes, ...] = ()) -> tuple[messages.Peer, ...]:
+        request = messages.GetPeers(0, (address,), (0,), about)
+        return (await client.ask(request, messages.PeersReply)).peers
+
+    async with trainer_at_work(make_run()) as trainer, trainer.node("first") as first:
+        assert await others(first) == ()
+        async with trainer.node("second") as second:
+            (found,) = await others(second)
+            assert found == messages.Peer(first.who.node, (address,), (0,))
+            (found,) = await others(first, about=(second.who.node,))
+            assert found.node == second.who.node
+        while await others(first):
+            await trio.sleep(0.01)
+
+
+@on_trio
+async def test_who_has_not_said_hello_is_told_of_nobody(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
+        found = await refusal(client, messages.GetPeers(None, (), (), ()), messages.PeersReply)
+        assert found.code is Code.UNEXPECTED_MESSAGE
