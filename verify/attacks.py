@@ -490,7 +490,7 @@ def int_grid(bits: int, size: int) -> Callable[[Tensor], Tensor]:
 
     def change(groups: Tensor) -> Tensor:
         low = groups.amin(1, keepdim=True)
-        scale = ((groups.amax(1, keepdim=True) - low) / (2**bits - 1)).clamp_min(1e-12)
+        scale: Tensor = ((groups.amax(1, keepdim=True) - low) / (2**bits - 1)).clamp_min(1e-12)
         return ((groups - low) / scale).round() * scale + low
 
     return lambda w: _in_groups(w, size, change)
