@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -42,7 +42,7 @@ from protocol.policy import Manifest
 from protocol.run import RunAddress
 from trainer.child import alone, end_with_parent, now_ms, say
 from trainer.leasing import Leasing
-from trainer.office import MANIFEST_DAYS, Office, open_office, sign_calibrations, sign_manifest
+from trainer.office import MANIFEST_DAYS, Office, figures, open_office, sign_calibrations, sign_manifest
 from trainer.peers import PeerList
 from trainer.rundir import Run, open_run
 from trainer.shelf import read_blob
@@ -69,6 +69,8 @@ class Gateway:
         self.writer = office.writer
         self.beats: dict[bytes, tuple[int, messages.Heartbeat]] = {}
         self.peers = PeerList(Random())
+        self._arrivals: dict[tuple[int, bytes], int] = {}  # (version, node) → Unix ms, to be written
+        self._told: dict[bytes, frozenset[int]] = {}  # versions that a node told last
         self._disk_reserve = disk_reserve
         self._visits: dict[bytes, Visit] = {}
         self._blob_streams: Counter[bytes] = Counter()
@@ -105,6 +107,7 @@ class Gateway:
             if self._visits.get(visit.node) is visit:
                 del self._visits[visit.node]
                 self.beats.pop(visit.node, None)
+                self._told.pop(visit.node, None)
                 self.peers.forget(visit.node)
                 self.office.clerk.submit(lambda: self.writer.lose_node(visit.node))
 
@@ -203,12 +206,12 @@ class Gateway:
         run, signer = self.office.run, self.office.signer
         try:
             signed = await trio.to_thread.run_sync(sign_manifest, run, signer, version, root)
-            raw = codec.encode(signed)
-            await self.office.clerk.do(lambda: self.writer.set_manifest(version, raw))
+            raw, manifest = codec.encode(signed), codec.decode(Manifest, signed.payload)
+            await self.office.clerk.do(lambda: self.writer.set_manifest(version, raw, figures(manifest)))
         except StorageError as error:
             self.storage_failed(str(error))
             return
-        self.office.shelf.put(signed, codec.decode(Manifest, signed.payload))
+        self.office.shelf.put(signed, manifest)
         self.office.shelf.forget_removed()
         assert self._nursery is not None
         for visit in list(self._visits.values()):
@@ -260,10 +263,22 @@ class Gateway:
         while True:
             await trio.sleep(BEAT_SECONDS)
             beats, self.beats = self.beats, {}
-            if beats:
-                await self._try(lambda beats=beats: self._record_beats(beats))
+            arrivals, self._arrivals = self._arrivals, {}
+            if beats or arrivals:
+                await self._try(lambda beats=beats, arrivals=arrivals: self._record_beats(beats, arrivals))
 
-    def _record_beats(self, beats: dict[bytes, tuple[int, messages.Heartbeat]]) -> None:
+    def note_versions(self, node: bytes, versions: Collection[int], received_ms: int) -> None:
+        """A node tells which policies it has; some are news."""
+        for version in versions:
+            if version not in self._told.get(node, ()):
+                self._arrivals.setdefault((version, node), received_ms)
+        self._told[node] = frozenset(versions)
+
+    def _record_beats(
+        self, beats: dict[bytes, tuple[int, messages.Heartbeat]], arrivals: dict[tuple[int, bytes], int]
+    ) -> None:
+        if arrivals:
+            self.writer.note_arrivals(arrivals)
         for node, (received_ms, beat) in beats.items():
             self.writer.beat_node(
                 node,

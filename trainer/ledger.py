@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from trainer.ledger_rows import (
     LeaseState,
     NewSubmission,
     OpenSlot,
+    Published,
     Reaudit,
     ScoredVerdict,
     SlotRow,
@@ -56,6 +57,7 @@ from trainer.ledger_rows import (
 )
 from verify.standing import WINDOW
 
+ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
 MOST_PAIRS = 64  # of engines that are remembered: nodes name theirs as they like
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
@@ -146,11 +148,33 @@ class Ledger(LogOfRun):
 
     def add_policy(self, version: int, root: bytes, created_ms: int) -> None:
         with self.write():
-            self._db.execute("INSERT INTO policies VALUES (?, ?, ?, NULL)", (version, root, created_ms))
+            self._db.execute(
+                "INSERT INTO policies (version, root, created_ms) VALUES (?, ?, ?)", (version, root, created_ms)
+            )
 
-    def set_manifest(self, version: int, signed: bytes) -> None:
+    def set_manifest(self, version: int, signed: bytes, published: Published | None = None) -> None:
+        """Keep a signed manifest; `published` the first time, when there are figures."""
         with self.write():
             self._db.execute("UPDATE policies SET manifest = ? WHERE version = ?", (signed, version))
+            if published is not None:
+                self._db.execute(
+                    "UPDATE policies SET published_ms = COALESCE(published_ms, ?), bytes = ?, delta_bytes = ? "
+                    "WHERE version = ?",
+                    (published.at_ms, published.bytes, published.delta_bytes, version),
+                )
+
+    def note_arrivals(self, arrivals: Mapping[tuple[int, bytes], int]) -> None:
+        """When nodes told first that they have a policy: (version, node) → Unix ms. What is known stays; versions that
+        were never made are ignored, and old ones forgotten."""
+        with self.write():
+            self._db.executemany(
+                "INSERT OR IGNORE INTO arrivals SELECT ?1, ?2, ?3 WHERE EXISTS "
+                "(SELECT 1 FROM policies WHERE version = ?1 AND manifest IS NOT NULL)",
+                [(version, node, at_ms) for (version, node), at_ms in arrivals.items()],
+            )
+            self._db.execute(
+                "DELETE FROM arrivals WHERE version <= (SELECT MAX(version) FROM policies) - ?", (ARRIVALS_KEPT,)
+            )
 
     def policy(self, version: int | None = None) -> tuple[int, bytes, bytes | None] | None:
         """(version, root, manifest or None) of a version, or of the latest."""

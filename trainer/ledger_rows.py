@@ -12,13 +12,18 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 SCHEMA = """
 CREATE TABLE policies (
     version INTEGER PRIMARY KEY, root BLOB NOT NULL, created_ms INTEGER NOT NULL,
-    manifest BLOB                       -- Signed; NULL until the gateway signed it
+    manifest BLOB,                      -- Signed; NULL until the gateway signed it
+    published_ms INTEGER,               -- when nodes could fetch it first
+    bytes INTEGER, delta_bytes INTEGER  -- of its files, and of the delta from the version before, where there is one
 );
+CREATE TABLE arrivals (                 -- when a node first told that it has a version
+    version INTEGER NOT NULL, node BLOB NOT NULL, at_ms INTEGER NOT NULL, PRIMARY KEY (version, node)
+) WITHOUT ROWID;
 CREATE INDEX policies_unsigned ON policies(version, root) WHERE manifest IS NULL;
 CREATE TABLE groups (
     group_id BLOB PRIMARY KEY, environment TEXT NOT NULL, parameters TEXT NOT NULL,
@@ -152,6 +157,15 @@ class SubmissionState(StrEnum):
 class Reaudit(StrEnum):
     WAITING = "WAITING"  # for another auditor than the one that judged it
     DONE = "DONE"  # there is one a trace
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A policy that nodes may fetch, in figures; `delta_bytes`: from the version before, None without a delta."""
+
+    at_ms: int
+    bytes: int
+    delta_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)

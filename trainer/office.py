@@ -26,6 +26,7 @@ from trainer.inbox import Examiner, Inbox, Notary
 from trainer.judge import Judge
 from trainer.leasing import Leasing
 from trainer.ledger import Ledger
+from trainer.ledger_rows import Published
 from trainer.rundir import Run, load_run_identity, load_secrets
 from trainer.shelf import Shelf
 from trainer.stock import Stock
@@ -93,7 +94,8 @@ def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None
     """Put every signed policy that is on disk on the shelf, after signing those that are not."""
     for version, root in ledger.unsigned_policies():
         if run.folder.policy(version).is_dir():
-            ledger.set_manifest(version, codec.encode(sign_manifest(run, signer, version, root)))
+            signed = sign_manifest(run, signer, version, root)
+            ledger.set_manifest(version, codec.encode(signed), figures(codec.decode(Manifest, signed.payload)))
     for version in run.folder.versions():
         found = ledger.policy(version)
         if found is not None and found[2] is not None:
@@ -102,6 +104,12 @@ def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None
     latest = ledger.latest_signed()
     if latest is None or shelf.root(latest) is None:
         raise PolicyError(f"the latest policy is not in {run.folder.policies}: restore it from a backup")
+
+
+def figures(manifest: Manifest) -> Published:
+    """What people are shown of a policy that was just signed."""
+    before = (delta.size for delta in manifest.deltas if delta.base_version == manifest.version - 1)
+    return Published(manifest.created_ms, manifest.size, next(before, None))
 
 
 def sign_calibrations(signer: Identity, ledger: Ledger) -> None:

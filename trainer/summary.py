@@ -5,6 +5,7 @@ Reads the ledger on a read-only connection and changes nothing.
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from protocol import identity
@@ -12,6 +13,7 @@ from trainer.ledger import Ledger
 from trainer.standing import stake
 
 RECENT_STEPS = 5  # steps the "mean reward now" is taken over
+RECENT_POLICIES = 12
 
 
 def summary(ledger: Ledger, now_ms: int) -> dict[str, Any]:
@@ -49,9 +51,50 @@ def summary(ledger: Ledger, now_ms: int) -> dict[str, Any]:
         },
         "traces_per_second": minute["traces"] / seconds,
         "tokens_per_second": minute["tokens"] / seconds,
+        "policies": policies(ledger),
         "nodes": nodes(ledger),
         "pairs": pairs(ledger),
     }
+
+
+def policies(ledger: Ledger, most: int = RECENT_POLICIES) -> list[dict[str, Any]]:
+    """The newest published versions, the last one first: what following them costs, and how fast nodes got them.
+
+    `ratio`: of the files' size to that of the delta from the version before, None without one. Seconds run from when
+    the manifest was signed to when a node first told that it has the version; None while no node has.
+    """
+    rows = ledger.view(
+        "SELECT version, published_ms, bytes, delta_bytes FROM policies WHERE bytes IS NOT NULL "
+        "ORDER BY version DESC LIMIT ?",
+        (most,),
+    )
+    arrived: dict[int, list[float]] = {row["version"]: [] for row in rows}
+    published = {row["version"]: row["published_ms"] for row in rows}
+    query = "SELECT version, at_ms FROM arrivals WHERE version >= ?"
+    for row in ledger.view(query, (min(published, default=0),)):
+        if row["version"] in arrived:
+            arrived[row["version"]].append(max(0.0, (row["at_ms"] - published[row["version"]]) / 1000))
+    return [{**row, **_spread(arrived[row["version"]]), "ratio": _ratio(row)} for row in rows]
+
+
+def _spread(seconds: list[float]) -> dict[str, Any]:
+    return {
+        "nodes": len(seconds),
+        "median_seconds": median(seconds) if seconds else None,
+        "slowest_seconds": max(seconds, default=None),
+    }
+
+
+def _ratio(row: dict[str, Any]) -> float | None:
+    return row["bytes"] / row["delta_bytes"] if row["delta_bytes"] else None
+
+
+def following(ledger: Ledger) -> dict[str, Any]:
+    """What deltas from one version to the next saved over the whole run, in bytes."""
+    return ledger.view(
+        "SELECT COUNT(*) AS versions, SUM(bytes) AS bytes, SUM(delta_bytes) AS delta_bytes FROM policies "
+        "WHERE delta_bytes IS NOT NULL"
+    )[0]
 
 
 def nodes(ledger: Ledger) -> list[dict[str, Any]]:

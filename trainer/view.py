@@ -94,10 +94,32 @@ def notes(run: Run, found: dict[str, Any]) -> list[Text]:
     for pair in found["pairs"]:
         about = "calibrated" if pair["note"] is None else f"new, audited in full: {pair['note']}"
         lines.append(Text(f"engines  {pair['pair']}: {about}", style="dim"))
+    if found["policies"]:
+        lines.append(Text(f"policy  {policy_line(found['policies'])}", style="dim"))
     if found["dropped"]:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
         lines.append(Text(f"groups given up: {causes}", style="dim"))
     return lines
+
+
+def policy_line(policies: list[dict[str, Any]]) -> str:
+    """The newest version that some node has, or the newest."""
+    newest = next((each for each in policies if each["nodes"]), policies[0])
+    delta = "fetched whole"
+    if newest["ratio"] is not None:
+        delta = f"delta {size(newest['delta_bytes'])}, {newest['ratio']:,.0f}× smaller"
+    told = "no node has it yet"
+    if newest["nodes"]:
+        told = (
+            f"with {newest['nodes']} node{'s' if newest['nodes'] > 1 else ''} in {newest['median_seconds']:.1f} s "
+            f"(slowest {newest['slowest_seconds']:.1f} s)"
+        )
+    return f"version {newest['version']}: {size(newest['bytes'])}, {delta}, {told}"
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
 
 
 def _number(value: float | None, digits: int) -> str:

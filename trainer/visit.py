@@ -98,6 +98,8 @@ class Visit:
 
     async def _leases(self, request: messages.GetLeases, received_ms: int) -> messages.LeasesReply:
         self._gateway.check_room()
+        # A node asks for leases of a policy as soon as it has it; the next heartbeat may be ten seconds away.
+        self._gateway.note_versions(self.node, request.versions, received_ms)
         connected = self._gateway.connected()
         return await self._office.clerk.do(
             lambda: self._office.leasing.lease(self.node, request, connected, received_ms)
@@ -121,6 +123,8 @@ class Visit:
 
     async def _beat(self, request: messages.Heartbeat, received_ms: int) -> messages.HeartbeatReply:
         self._gateway.beats[self.node] = (received_ms, request)
+        if request.policy_version is not None:
+            self._gateway.note_versions(self.node, (request.policy_version,), received_ms)
         found = self._office.ledger.verdicts_after(self.node, request.verdict_cursor, limits.MAX_VERDICTS_PER_REPLY)
         # SPEC 9.1: a sender keeps each frame within the limit.
         sizes = itertools.accumulate(len(signed) for _, signed in found)

@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import StorageError, UsageError
+from trainer import summary, view
 from trainer.ledger import Ledger
-from trainer.ledger_rows import GroupRow, GroupState, LeaseState, NewSubmission, SlotState, StepRow, SubmissionState
+from trainer.ledger_rows import (
+    GroupRow,
+    GroupState,
+    LeaseState,
+    NewSubmission,
+    Published,
+    SlotState,
+    StepRow,
+    SubmissionState,
+)
 
 NODE, OTHER = b"N" * 32, b"O" * 32
 GROUP = b"G" * 16
@@ -250,7 +260,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(UsageError, match="format 99, this rlcommons reads 3"):
+    with pytest.raises(UsageError, match="format 99, this rlcommons reads 4"):
         Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UsageError, match="rltrainer init"):
         Ledger(tmp_path / "none.sqlite")
@@ -263,3 +273,33 @@ def test_a_damaged_ledger_says_so_and_what_to_do(ledger: Ledger, tmp_path: Path,
     damaged.write_bytes((tmp_path / "ledger.sqlite").read_bytes()[:keep])
     with pytest.raises(StorageError, match="restore it from a backup"):
         Ledger(damaged)
+
+
+def test_it_is_known_how_fast_nodes_got_a_version_and_what_following_it_costs(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path / "ledger.sqlite")
+    ledger.add_policy(0, b"r" * 32, 1_000)
+    ledger.set_manifest(0, b"signed", Published(1_000, 500_000, None))
+    ledger.add_policy(1, b"s" * 32, 2_000)
+    ledger.note_arrivals({(1, b"a"): 2_050})  # not signed yet: a node cannot have it
+    ledger.set_manifest(1, b"signed", Published(2_100, 500_000, 2_500))
+    ledger.note_arrivals({(0, b"a"): 1_500, (1, b"a"): 2_600, (1, b"b"): 3_100, (99, b"b"): 3_100})
+    ledger.note_arrivals({(1, b"a"): 9_000, (1, b"c"): 7_100})
+    newest, first = summary.policies(ledger)
+    assert (newest["version"], newest["ratio"], newest["nodes"]) == (1, 200, 3)
+    assert (newest["median_seconds"], newest["slowest_seconds"]) == (1.0, 5.0)
+    assert (first["version"], first["ratio"], first["nodes"], first["median_seconds"]) == (0, None, 1, 0.5)
+    ledger.set_manifest(1, b"signed anew", Published(90_000, 500_000, 2_500))
+    assert summary.policies(ledger)[0]["published_ms"] == 2_100
+    assert summary.following(ledger) == {"versions": 1, "bytes": 500_000, "delta_bytes": 2_500}
+    assert view.policy_line(summary.policies(ledger)) == (
+        "version 1: 500.0 kB, delta 2.5 kB, 200× smaller, with 3 nodes in 1.0 s (slowest 5.0 s)"
+    )
+
+
+def test_arrivals_of_old_versions_are_forgotten(tmp_path: Path) -> None:
+    ledger = Ledger.create(tmp_path / "ledger.sqlite")
+    for version in (0, 300):
+        ledger.add_policy(version, b"r" * 32, 0)
+        ledger.set_manifest(version, b"signed", Published(0, 1, None))
+        ledger.note_arrivals({(0, b"a"): 1, (version, b"b"): 1})
+    assert [row["version"] for row in ledger.view("SELECT version FROM arrivals ORDER BY version")] == [300]

@@ -18,7 +18,7 @@ from protocol.run import EnvironmentShare
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
-from trainer.ledger_rows import StepRow, SubmissionState
+from trainer.ledger_rows import Published, StepRow, SubmissionState
 from trainer.rundir import Run
 
 CHROMIUM = next(
@@ -50,6 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ledger.see_node(NODE, 5_000, "rlcommons 0.1.0", "transformers <script>alert(1)</script>")
     ledger.add_verdict(NODE, b"\x01" * 32, SubmissionState.ACCEPTED, None, True, 6_000, b"signed")
     ledger.add_verdict(NODE, b"\x02" * 32, SubmissionState.REFUSED, "MARGIN", True, 7_000, b"signed")
+    ledger.set_manifest(3, b"signed", Published(3_000, 269_000_000, 490_000))
+    ledger.note_arrivals({(3, NODE): 7_500})
     ledger.add_event(8_000, "audit", "a trace of a node was refused: MARGIN")
     ledger.close()
     return made
@@ -80,6 +82,8 @@ def test_the_api_gives_the_state_of_the_run_as_json(url: str, run: Run) -> None:
     assert (state["version"], state["accepted"], state["refused"]) == (3, 1, 1)
     assert state["refusals"] == {"MARGIN": 1}
     assert state["run"] == run.run.hex()
+    (policy,) = state["policies"]
+    assert (policy["version"], policy["nodes"], policy["slowest_seconds"], round(policy["ratio"])) == (3, 1, 4.5, 549)
     assert [row["version"] for row in json.loads(fetch(url + "api/steps?after=1"))] == [2, 3]
     assert json.loads(fetch(url + "api/refusals"))[0]["node"] == peer_id(NODE)
 
@@ -117,6 +121,7 @@ def test_a_person_sees_version_reward_refusals_and_how_to_join(url: str, run: Ru
         expect(page.locator("#join")).to_have_text("rlnode join /ip4/127.0.0.1/tcp/4001/p2p/12D3KooWexample/run/00")
         expect(page.locator("#refusals tbody")).to_contain_text("MARGIN")
         expect(page.locator("#nodes tbody")).to_contain_text("<script>alert(1)</script>")
+        expect(page.locator("#policies tbody")).to_contain_text("269.0 MB490.0 kB549×14.5 s4.5 s")
         page.screenshot(path=tmp_path / "page.png", full_page=True)
         browser.close()
     assert faults == []

@@ -70,6 +70,22 @@ function nodeRow(node) {
   ];
 }
 
+const size = (bytes) => bytes === null ? "–" : bytes >= 1e6 ? number(bytes / 1e6, 1) + " MB" : number(bytes / 1e3, 1) + " kB";
+const seconds = (value) => value === null ? "–" : number(value, 1) + " s";
+
+function policyRow(policy) {
+  return [
+    [number(policy.version), "n"],
+    [time(policy.published_ms), "soft"],
+    [size(policy.bytes), "n"],
+    [policy.delta_bytes === null ? "none" : size(policy.delta_bytes), "n"],
+    [policy.ratio === null ? "–" : number(policy.ratio) + "×", "n"],
+    [number(policy.nodes), "n"],
+    [seconds(policy.median_seconds), "n"],
+    [seconds(policy.slowest_seconds), "n"],
+  ];
+}
+
 function element(name, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -112,6 +128,7 @@ async function refresh() {
   chart("staleness", steps.map((step) => [step.version, step.staleness_mean]), 4);
   at("join").textContent = state.address ? "rlnode join " + state.address : "the gateway is starting…";
   fill("nodes", state.nodes.map(nodeRow));
+  fill("policies", state.policies.map(policyRow));
   at("pairs").textContent = state.pairs.map((each) => each.pair + ": " + (each.note === null ? "calibrated" : "new, audited in full (" + each.note + ")")).join(" · ");
   const reasons = Object.entries(state.refusals).map(([reason, count]) => reason + " " + count);
   at("reasons").textContent = reasons.length ? reasons.join(" · ") : "none so far";
