@@ -16,6 +16,7 @@ from protocol.policy import Blob
 
 _COMPARED: Final = 256  # pieces whose rarity is compared for one choice
 _ASKED_AT_ONCE: Final = 3  # sources, for one late piece
+_PROMISES: Final = 2  # an honest node has one piece at a time on its way from the trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,24 @@ class Offer:
     last_resort: bool = False
     holds: set[bytes] | None = None  # what it says it has; None: whatever there is
     lacks: set[bytes] = field(default_factory=set)  # what it had not when it was asked
+    coming: dict[bytes, float] = field(default_factory=dict)  # what it asks the last resort for, believed until then
+    promised: set[bytes] = field(default_factory=set)  # what it ever said was coming
     asks: dict[bytes, Ask] = field(default_factory=dict)
     answers: bool = False  # it is connected, and not left alone for a while
 
     def may_have(self, digest: bytes) -> bool:
         return digest not in self.lacks and (self.holds is None or digest in self.holds)
+
+    def promise(self, digest: bytes, now: float, until: float) -> None:
+        """It says that a piece is coming: believed once, and of few pieces at a time."""
+        self.coming = {each: end for each, end in self.coming.items() if end > now}
+        if digest not in self.promised and len(self.coming) < _PROMISES:
+            self.promised.add(digest)
+            self.coming[digest] = until
+
+    def gives(self, digest: bytes, now: float) -> bool:
+        """Whether the last resort need not be asked for this piece."""
+        return self.may_have(digest) or self.coming.get(digest, now) > now
 
     def is_late(self, now: float) -> bool:
         return any(ask.late_at <= now for ask in self.asks.values())
@@ -79,7 +93,7 @@ class Pieces:
         asked = self._asked()
         fresh = (digest for digest in self._may_give(offer) if digest not in asked)
         if offer.last_resort:
-            fresh = (digest for digest in fresh if not any(each.may_have(digest) for each in others))
+            fresh = (digest for digest in fresh if not any(each.gives(digest, now) for each in others))
             found = next(fresh, None)
         else:
             found = _rarest(itertools.islice(fresh, _COMPARED), usable)

@@ -90,6 +90,7 @@ class _Visitor:
         self._left.set()
         self.wants: frozenset[bytes] = frozenset()
         self.news: list[bytes] = []
+        self.coming: list[bytes] = []
         self.has_news = trio.Event()
 
     async def take_place(self) -> None:
@@ -118,14 +119,20 @@ class _Visitor:
             self.news.append(digest)
             self.has_news.set()
 
+    def tell_coming(self, digest: bytes) -> None:
+        if digest in self.wants:
+            self.coming.append(digest)
+            self.has_news.set()
+
     async def pass_news(self) -> None:
         while True:
             await self.has_news.wait()
             first, self.news = self.news[: limits.MAX_HAVE_DIGESTS], self.news[limits.MAX_HAVE_DIGESTS :]
-            if not self.news:
+            coming, self.coming = self.coming[: limits.MAX_HAVE_DIGESTS], self.coming[limits.MAX_HAVE_DIGESTS :]
+            if not self.news and not self.coming:
                 self.has_news = trio.Event()
             try:
-                await self.session.notify(messages.pack(messages.Have(tuple(first))))
+                await self.session.notify(messages.pack(messages.Have(tuple(first), tuple(coming))))
             except NetError:
                 return  # the session says so itself
 
@@ -151,6 +158,11 @@ class BlobServer:
         """A piece is here that was not: whoever asked about it hears of it."""
         for visitor in self._visitors:
             visitor.tell(digest)
+
+    def tell_coming(self, digest: bytes) -> None:
+        """This node is asking the trainer for a piece: others need not."""
+        for visitor in self._visitors:
+            visitor.tell_coming(digest)
 
     async def _stream(self, stream: Stream) -> None:
         peer = stream.peer

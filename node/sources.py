@@ -87,7 +87,7 @@ class PeerSource:
     addresses: tuple[str, ...]  # with /p2p/, tried in turn
     dial_seconds: float
     has_all: bool = False  # the trainer: whatever it signed, it has
-    on_have: Callable[[tuple[bytes, ...]], None] | None = None  # told of what it has only now
+    on_have: Callable[[messages.Have], None] | None = None  # told of what it has only now
     name: str = ""
     _session: Session | None = None
     _opening: trio.Lock = field(default_factory=trio.Lock)
@@ -151,7 +151,7 @@ class PeerSource:
     async def _on_notice(self, body: bytes) -> None:
         have = messages.expect(messages.Have, body)
         if self.on_have is not None:
-            self.on_have(have.digests)
+            self.on_have(have)
 
     async def _drop(self, session: Session) -> None:
         if self._session is session:

@@ -21,6 +21,7 @@ from node.pieces import Ask, Offer, Pieces
 from node.report import Event, Level, Meter, Report
 from node.sources import PeerSource, Record, Source
 from node.store import PieceMissing, size_text
+from protocol import messages
 from protocol.errors import Code, NetError, RemoteError
 from protocol.net.base import Host, peer_address
 from protocol.policy import Blob
@@ -30,7 +31,8 @@ _REQUESTS: Final = 2  # of one source at once, so that its link does not idle be
 _MANY: Final = 4
 _NOT_FOUND_TRIES: Final = 3  # of the trainer: then the piece is gone, a newer policy is out
 _GREET_SECONDS: Final = 1.0  # for known nodes to say what they have, before the trainer is asked
-_TRAINER_REQUESTS: Final = 2  # on their way to the trainer from all nodes together, about
+_TURN_SECONDS: Final = 0.1  # a node; in that time the others hear that one is asking the trainer
+_TOGETHER: Final = 2  # so many other nodes and more take turns
 _TRAINER_RATE: Final = 10_000_000.0  # bytes a second, until it has been tried
 _MOST_TURN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5  # an idle requester looks again for late requests so often
@@ -144,6 +146,7 @@ class Swarm:
         trainer = PeerSource(nursery, host, address.trainer, (address.dial,), config.dial_seconds, has_all=True)
         self.trainer: Source = trainer
         self.mirrors = tuple(mirrors)
+        self.on_coming: Callable[[bytes], None] = lambda digest: None  # told of what the trainer is asked for
         self._nodes: dict[bytes, PeerSource] = {}
         self._records: dict[str, Record] = {trainer.name: Record(guess=_TRAINER_RATE)}
 
@@ -233,7 +236,7 @@ class _Download:
         line = self._lines[source.name] = Line(source, self._swarm.record(source), kind, offer)
         self._pieces.offers.append(offer)
         if isinstance(source, PeerSource):
-            source.on_have = lambda digests: self._on_have(line, digests)
+            source.on_have = lambda have: self._on_have(line, have)
         nursery.start_soon(self._attend, line)
         for number in range(requests):
             nursery.start_soon(self._pull, line, number)
@@ -275,11 +278,16 @@ class _Download:
             while line.record.rests_until <= trio.current_time():
                 await line.changed.wait()
 
-    def _on_have(self, line: Line, digests: tuple[bytes, ...]) -> None:
+    def _on_have(self, line: Line, have: messages.Have) -> None:
         # SPEC 9.6: digests that were not asked about are ignored.
         if line.offer.holds is not None:
-            line.offer.holds.update(digest for digest in digests if digest in self._pieces.missing)
+            line.offer.holds.update(digest for digest in have.digests if digest in self._pieces.missing)
             line.wake()
+        now, trainer = trio.current_time(), self._swarm.record(self._swarm.trainer)
+        for digest in have.coming:
+            if (blob := self._pieces.missing.get(digest)) is not None:
+                seconds = self._pace.patience + 3 * trainer.expected_seconds(blob.length)
+                line.offer.promise(digest, now, now + seconds)
 
     # --- pieces ---
 
@@ -287,7 +295,7 @@ class _Download:
         while True:
             blob = self._choose(line, number)
             if blob is not None and line.kind == "trainer":
-                await self._wait_turn(line, blob)
+                await self._wait_turn()
                 blob = self._choose(line, number)  # another node may have it by now
             if blob is None:
                 with trio.move_on_after(_LOOK_SECONDS):
@@ -295,13 +303,12 @@ class _Download:
             else:
                 await self._ask(line, blob)
 
-    async def _wait_turn(self, line: Line, blob: Blob) -> None:
-        """Nodes that want the same at the same time ask the trainer at different times: who comes later finds that
-        another has the piece. The wait is so long that about _TRAINER_REQUESTS of all of them are asking."""
+    async def _wait_turn(self) -> None:
+        """Nodes that want the same at the same time ask the trainer one after the other: who comes later has heard
+        that the piece is coming to another, or is there."""
         others = self._pieces.helpers(trio.current_time())
-        if others >= _TRAINER_REQUESTS:
-            span = 2 * line.record.expected_seconds(blob.length) * others / _TRAINER_REQUESTS
-            await trio.sleep(self._random.uniform(0, min(span, _MOST_TURN_SECONDS)))
+        if others >= _TOGETHER:
+            await trio.sleep(self._random.uniform(0, min(others * _TURN_SECONDS, _MOST_TURN_SECONDS)))
 
     def _choose(self, line: Line, number: int) -> Blob | None:
         now = trio.current_time()
@@ -309,7 +316,7 @@ class _Download:
             return None
         if line.kind == "trainer":
             # One at a time while others are there: what it gives one node, the others can have from that one.
-            if number and self._pieces.helpers(now) >= _TRAINER_REQUESTS:
+            if number and self._pieces.helpers(now) >= _TOGETHER:
                 return None
             return self._pieces.choose(line.offer, now)
         if number and self._pieces.helpers(now) > _MANY:
@@ -323,6 +330,8 @@ class _Download:
         ask = Ask(now, now + late, now + self._pace.patience / 5 + 1.5 * expected)
         seconds = self._config.blob_seconds if line.kind == "trainer" else min(self._config.blob_seconds, 2 * late)
         line.offer.asks[blob.digest] = ask
+        if line.kind == "trainer":
+            self._swarm.on_coming(blob.digest)
         scope = line.scopes[blob.digest] = trio.CancelScope()
         data = b""
         try:

@@ -215,9 +215,11 @@ class Haves:
 
 @dataclass(frozen=True, slots=True)
 class Have:
-    """node → node, notice on the blob protocol: these, which you asked about, I have now."""
+    """node → node, notice on the blob protocol: of what you asked about, `digests` I have now, and `coming` I am
+    asking the trainer for: do not ask it too."""
 
     digests: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_HAVE_DIGESTS)]
+    coming: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_HAVE_DIGESTS)]
 
 
 # SPEC 9.3: message numbers. Append-only.

@@ -149,6 +149,7 @@ async def fetching_node(
         book = PeerBook(folder / "peers.msgpack", who.node)
         swarm = Swarm(nursery, host, config, book, report, random, mirrors=mirrors, pace=pace)
         server = BlobServer(store, book, config.upload_cap * 2**20, status)
+        swarm.on_coming = server.tell_coming
         listening = told_addresses(host.addresses) if config.serve else ()
         if listening:
             server.start(host)

@@ -410,6 +410,17 @@ def test_the_trainer_is_asked_only_for_what_nobody_else_has() -> None:
     assert made.choose(offers["trainer"], 0) is not None
 
 
+def test_what_comes_to_another_is_not_asked_of_the_trainer_for_a_while_and_that_word_counts_once() -> None:
+    made, offers, blobs = pieces(3, trainer=set(), a=set())
+    for blob in blobs:
+        offers["a"].promise(blob.digest, 0, 10)
+    assert made.choose(offers["trainer"], 5) == blobs[2]  # two at a time are believed
+    made.done(blobs[2].digest)
+    assert made.choose(offers["trainer"], 5) is None
+    offers["a"].promise(blobs[0].digest, 11, 20)
+    assert made.choose(offers["trainer"], 11) in blobs[:2]
+
+
 def test_a_late_source_gets_nothing_more_and_its_pieces_are_asked_of_others() -> None:
     made, offers, blobs = pieces(2, trainer=set(), a={0, 1})
     offers["a"].asks[blobs[0].digest] = Ask(0.0, 5.0, 1.0)

@@ -301,5 +301,5 @@ def messages_of_the_run() -> dict[str, dict[str, Any]]:
         "PeersReply": {"peers": [{"node": NODE.public, "addresses": ["/ip4/203.0.113.7/tcp/4001"], "versions": [0]}]},
         "GetHaves": {"digests": [sha256(CONFIG), sha256(b"")]},
         "Haves": {"bitmap": b"\x80"},
-        "Have": {"digests": [sha256(CONFIG)]},
+        "Have": {"digests": [sha256(CONFIG)], "coming": [sha256(b"")]},
     }

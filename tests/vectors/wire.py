@@ -254,7 +254,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "PeersReply": {"peers": "[Peer]"},
     "GetHaves": {"digests": "[bytes]"},
     "Haves": {"bitmap": "bytes"},
-    "Have": {"digests": "[bytes]"},
+    "Have": {"digests": "[bytes]", "coming": "[bytes]"},
 }
 
 DOMAINS = {
