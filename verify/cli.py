@@ -89,7 +89,41 @@ def _parser() -> argparse.ArgumentParser:
     inspect.set_defaults(command=_inspect)
     _add_audit(commands)
     _add_controls(commands)
+    _add_policy(commands)
     return parser
+
+
+_POLICY_EPILOG = """exit codes:
+  0  the folder is the policy that the manifest names
+  1  it is not, or the manifest has expired or is not that trainer's; what differs is printed
+  2  unusable: not a manifest file, a folder that is no policy, wrong arguments
+  3  this machine failed
+"""
+
+
+def _add_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    policy = commands.add_parser(
+        "policy",
+        help="hold a policy folder against a signed manifest",
+        epilog=_POLICY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    policy.add_argument("folder", type=Path, help="the policy: a Hugging Face model folder")
+    policy.add_argument("--manifest", type=Path, required=True, help="manifests/NNNNNN.msgpack of a mirror")
+    policy.add_argument("--trainer", metavar="PEER_ID", help="whose it must be (in the run's address after /p2p/)")
+    policy.add_argument("--json", action="store_true", help="print one JSON object (SPEC 14)")
+    policy.set_defaults(command=_policy)
+
+
+def _policy(options: argparse.Namespace) -> int:
+    from protocol.identity import node_from_peer_id
+    from verify.policy_check import as_json, as_text, check_policy, read_manifest
+
+    trainer = None if options.trainer is None else node_from_peer_id(options.trainer)
+    signed = read_manifest(options.manifest)
+    report = check_policy(options.folder, signed, trainer=trainer, now_ms=time.time_ns() // 1_000_000)
+    print(json.dumps(as_json(report)) if options.json else as_text(report))
+    return 0 if report.passed else 1
 
 
 _CONTROLS_EPILOG = """exit codes:
