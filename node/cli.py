@@ -31,7 +31,7 @@ _EXIT_CODES: Final = """\
 exit codes:
   0    done (join: stopped as asked)
   1    join: the trainer refuses this node and waiting would not help; doctor: something must be done;
-       reaudit: the trainer says no
+       reaudit: the trainer says no; store verify: something is damaged
   2    wrong arguments, or an address or file that cannot be used
   3    a fault of this machine: disk, key file, engine
   130  interrupted a second time, before everything was sent
@@ -83,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     reaudit.add_argument("digest", metavar="DIGEST", help="first hex digits of the trace's digest (see verdicts.log)")
 
+    store = commands.add_parser("store", help="what the home holds: list it, check it, make room")
+    doings = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+    doings.add_parser("ls", parents=[home, as_json], help="policies, what each is kept for, and the rest by size")
+    doings.add_parser("verify", parents=[home, as_json], help="compute every root and digest again (reads everything)")
+    doings.add_parser("gc", parents=[home, as_json], help="give up what nothing needs; a running node is not disturbed")
+
     key = commands.add_parser("key", help="show, back up or restore this node's identity")
     actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", parents=[home], help="print the node's id")
@@ -95,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    commands = {"join": _join, "doctor": _doctor, "status": _status, "reaudit": _reaudit, "key": _key}
+    commands = {"join": _join, "doctor": _doctor, "status": _status, "reaudit": _reaudit, "store": _store, "key": _key}
     try:
         return commands[options.command](options)
     except KeyboardInterrupt:
@@ -271,6 +277,55 @@ def _reaudit(options: argparse.Namespace) -> int:
     values = {"event": "reaudit", "trace": digest.hex(), "granted": answer.granted, "text": answer.text}
     print(json.dumps(values) if options.json else answer.text)
     return OK if answer.granted else REFUSED
+
+
+# --- store ---
+
+
+def _store(options: argparse.Namespace) -> int:
+    return {"ls": _store_ls, "verify": _store_verify, "gc": _store_gc}[options.action](_home(options), options.json)
+
+
+def _store_ls(home: Path, as_json: bool) -> int:
+    from node.housekeeping import look
+    from node.store import size_text
+
+    for holding in look(home):
+        if as_json:
+            print(json.dumps(holding.plain()))
+            continue
+        print(f"run {holding.run}…  {size_text(holding.bytes)}")
+        for policy in holding.policies:
+            why = ", ".join(policy.reasons) or "may go"
+            print(f"  policy {policy.version:<6} {policy.root[:16]}…  {size_text(policy.bytes):>10}  {why}")
+        print(f"  {holding.pieces} pieces of downloads and deltas, {size_text(holding.piece_bytes)}")
+        print(f"  {holding.unsent_traces} unsent traces, {holding.leases} leases")
+    return OK
+
+
+def _store_verify(home: Path, as_json: bool) -> int:
+    from node.housekeeping import verify
+
+    damaged = 0
+    for damage in verify(home):
+        damaged += 1
+        text = f"{damage.path}: {damage.what}; remove it, and it is fetched again when it is needed"
+        print(json.dumps({"path": damage.path, "what": damage.what}) if as_json else text, flush=True)
+    if not damaged and not as_json:
+        print(f"everything in {home} is what its name says")
+    return REFUSED if damaged else OK
+
+
+def _store_gc(home: Path, as_json: bool) -> int:
+    from node.housekeeping import collect
+    from node.store import size_text
+
+    gone, freed = collect(home)
+    if as_json:
+        print(json.dumps({"removed": gone, "bytes": freed}))
+    else:
+        print(f"{size_text(freed)} freed: {', '.join(gone)}" if gone else "nothing is there that may go")
+    return OK
 
 
 # --- key ---

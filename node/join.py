@@ -116,7 +116,15 @@ async def _run_parts(
             book.stir()  # so that others hear soon who has it
 
         follower = PolicyFollower(
-            address.run, address.trainer, store, swarm, ready, report, status, piece_here=server.tell
+            address.run,
+            address.trainer,
+            store,
+            swarm,
+            ready,
+            report,
+            status,
+            piece_here=server.tell,
+            now_ms=clock.now_ms,
         )
         exchange = PeerExchange(book, listening, lambda: store.held, lambda: follower.latest, report)
         scout = Scout(swarm, follower, clock.now_ms, status, report, random)

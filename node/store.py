@@ -24,6 +24,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from protocol.run import RunAddress
 from protocol.trace import Trace
 
 _MANIFEST_NAME: Final = "manifest.msgpack"  # no suffix of a policy's file: not part of the root
-_UNFINISHED: Final = ".unfinished"
+UNFINISHED: Final = ".unfinished"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -66,7 +67,7 @@ def _named(what: str, path: Path, needed: int = 0) -> Iterator[None]:
 
 def write_whole(path: Path, data: bytes, what: str, *, lasting: bool = True) -> None:
     """Write `data` to `path`, whole or not at all; `lasting`: also after a power cut. Raises StorageError."""
-    beside = path.with_name(path.name + _UNFINISHED)
+    beside = path.with_name(path.name + UNFINISHED)
     with _named(what, path, len(data)):
         try:
             with beside.open("wb") as file:
@@ -245,6 +246,13 @@ class HeldPolicy:
     deltas: frozenset[bytes]  # digests of the blobs of deltas that lead to it
     places: Mapping[bytes, tuple[str, int, int]]  # blob digest → file name, offset, length
 
+    def is_intact(self) -> bool:
+        """Whether its files still are what its root says. Reads all of them."""
+        try:
+            return policy_root(self.folder) == self.root
+        except (PolicyError, OSError):
+            return False
+
     def used_ns(self) -> int:
         """When it was last used: by the engine, or by another node that fetched from it."""
         try:
@@ -255,7 +263,7 @@ class HeldPolicy:
     def touch(self) -> None:
         """It is used now."""
         with contextlib.suppress(OSError):
-            os.utime(self.folder)
+            os.utime(self.folder, ns=(time.time_ns(), time.time_ns()))  # finer than the system's own stamp
 
 
 def _held(folder: Path, signed: Signed) -> HeldPolicy:
@@ -282,6 +290,42 @@ class Unsent:
 
 def _disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # another task may just have removed it
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def read_held(folder: Path) -> HeldPolicy | None:
+    """The policy in a folder of that name; None: not one of ours, or damaged."""
+    try:
+        return _held(folder, codec.decode(Signed, (folder / _MANIFEST_NAME).read_bytes()))
+    except (OSError, DecodeError):
+        return None
+
+
+def read_leases(folder: Path) -> tuple[Lease, ...]:
+    """The leases below a run's folder that are not settled."""
+    found = []
+    for path in sorted((folder / "leases").glob("*.lease")):
+        with contextlib.suppress(OSError, DecodeError):
+            found.append(codec.decode(Lease, codec.decode(Signed, path.read_bytes()).payload))
+    return tuple(found)
+
+
+def read_unsent(folder: Path) -> dict[bytes, int]:
+    """Digest → policy version of the traces below a run's folder that are not sent."""
+    found = {}
+    for path in sorted((folder / "outbox").glob("*.trace")):
+        with contextlib.suppress(OSError, DecodeError):
+            signed = codec.decode(Signed, path.read_bytes())
+            found[signed.digest] = codec.decode(Trace, signed.payload, most=limits.MAX_TRACE_BYTES).policy_version
+    return found
 
 
 class RunStore:
@@ -311,7 +355,7 @@ class RunStore:
 
     def _sweep(self) -> None:
         """What a kill left half-written. Blobs stay: they are how a download goes on."""
-        for path in self.folder.glob(f"*/*{_UNFINISHED}"):
+        for path in self.folder.glob(f"*/*{UNFINISHED}"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- space ---
@@ -366,11 +410,7 @@ class RunStore:
             )
 
     def used_bytes(self) -> int:
-        total = 0
-        for path in self.folder.rglob("*"):
-            with contextlib.suppress(OSError):  # another task may just have removed it
-                total += path.stat().st_size if path.is_file() else 0
-        return total
+        return folder_bytes(self.folder)
 
     # --- blobs ---
 
@@ -460,7 +500,7 @@ class RunStore:
     def _make(self, manifest: Manifest, signed: Signed, fill_folder: Callable[[Path], None]) -> HeldPolicy:
         """Fill a folder beside, recompute the root, give the folder its name."""
         name = f"v{manifest.version:08d}-{manifest.root.hex()[:16]}"
-        beside = self._policies / (name + _UNFINISHED)
+        beside = self._policies / (name + UNFINISHED)
         with _named("putting the policy together", beside, manifest.size):
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
@@ -498,12 +538,11 @@ class RunStore:
     def _read_policies(self) -> dict[int, HeldPolicy]:
         found = {}
         for folder in self._policies.iterdir():
-            try:
-                held = _held(folder, codec.decode(Signed, (folder / _MANIFEST_NAME).read_bytes()))
-            except (OSError, DecodeError):
-                shutil.rmtree(folder, ignore_errors=True)  # not one of ours, or damaged: fetched again
-                continue
-            found[held.version] = held
+            held = read_held(folder)
+            if held is None:
+                shutil.rmtree(folder, ignore_errors=True)  # fetched again
+            else:
+                found[held.version] = held
         return found
 
     def check_held(self, version: int) -> HeldPolicy | None:
@@ -511,9 +550,8 @@ class RunStore:
         held = self.held.get(version)
         if held is None:
             return None
-        with contextlib.suppress(PolicyError, OSError):
-            if policy_root(held.folder) == held.root:
-                return held
+        if held.is_intact():
+            return held
         self._drop_policies([version])
         return None
 
@@ -550,13 +588,7 @@ class RunStore:
 
     def leases(self) -> tuple[Lease, ...]:
         """Leases an earlier process took and did not settle."""
-        found = []
-        for path in sorted(self._leases.glob("*.lease")):
-            try:
-                found.append(codec.decode(Lease, codec.decode(Signed, path.read_bytes()).payload))
-            except (OSError, DecodeError):
-                path.unlink(missing_ok=True)
-        return tuple(found)
+        return read_leases(self.folder)
 
     # --- traces on their way ---
 
