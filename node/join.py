@@ -105,6 +105,7 @@ async def _run_parts(
         mirrors = [MirrorSource(url, seconds=config.dial_seconds) for url in config.mirrors]
         swarm = Swarm(nursery, host, config, book, report, random, mirrors=mirrors)
         server = BlobServer(store, book, config.upload_cap * _MIB, status)
+        swarm.on_coming = server.tell_coming
         listening = told_addresses(host.addresses) if config.serve else ()
         if listening:
             server.start(host)
