@@ -15,7 +15,7 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-smollm2 bench controls fuzz lint format vectors clean
+.PHONY: run test test-slow test-smollm2 bench bench-weights controls fuzz lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -31,6 +31,10 @@ test-smollm2: $(VENV)/.test $(VENV)/.run-smollm2
 
 bench: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench $(BIN)/python
+
+# What weight distribution costs: deltas, following by them, bulk transfer, a crowd that fetches together.
+bench-weights: $(VENV)/.test $(VENV)/.run-smollm2
+	scripts/bench $(BIN)/python $(addprefix tests/bench/bench_,delta.py follow.py transport.py swarm.py)
 
 fuzz: $(VENV)/.fuzz
 	set -e; for target in $(FUZZ_TARGETS); do \
