@@ -1,8 +1,10 @@
 # make run    the main job on the embedded default: a policy that learns from two nodes on this machine
 # make test   unit, network and end-to-end tests
-# Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2, make fuzz.
+# Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2, make fuzz,
+# and, in an environment of its own, make test-vllm.
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTHON ?= python3
 # Any torch of 2.6 or later will do; name the build you want, e.g. TORCH="torch==2.9.1".
 TORCH ?= torch==2.13.0
@@ -15,16 +17,16 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-smollm2 bench bench-weights controls fuzz lint format vectors clean
+.PHONY: run test test-slow test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not smollm2"
+	$(BIN)/python -m pytest -m "not slow and not smollm2 and not vllm"
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow and not smollm2"
+	$(BIN)/python -m pytest -m "slow and not smollm2 and not vllm"
 
 test-smollm2: $(VENV)/.test $(VENV)/.run-smollm2
 	$(BIN)/python -m pytest -m smollm2
@@ -35,6 +37,15 @@ bench: $(VENV)/.test $(VENV)/.run-smollm2
 # What weight distribution costs: deltas, following by them, bulk transfer, a crowd that fetches together.
 bench-weights: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench $(BIN)/python $(addprefix tests/bench/bench_,delta.py follow.py transport.py swarm.py)
+
+# vLLM's CPU build, 3.5 GB: the engine of node/vllm_engine.py, proved where there is no GPU.
+vllm-env: $(VLLM_VENV)/.installed
+
+test-vllm: $(VLLM_VENV)/.installed .cache/smollm2/model.safetensors
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+bench-vllm: $(VLLM_VENV)/.installed .cache/smollm2/model.safetensors
+	$(VLLM_VENV)/bin/python tests/bench/bench_vllm.py
 
 fuzz: $(VENV)/.fuzz
 	set -e; for target in $(FUZZ_TARGETS); do \
@@ -69,6 +80,14 @@ $(VENV)/.run-smollm2: $(VENV)/.installed
 	test -f .cache/smollm2/model.safetensors || $(BIN)/python scripts/convert-smollm2 .cache/smollm2
 	touch $@
 
+$(VLLM_VENV)/.installed: scripts/setup-vllm
+	scripts/setup-vllm $(PYTHON) $(VLLM_VENV)
+	touch $@
+
+# Whichever environment is there converts it; both hold what that takes.
+.cache/smollm2/model.safetensors:
+	$(firstword $(wildcard $(VLLM_VENV)/bin/python $(VENV)/bin/python)) scripts/convert-smollm2 .cache/smollm2
+
 $(VENV)/.test: $(VENV)/.installed
 	$(BIN)/pip install --quiet -e ".[test,reasoning-gym]"
 	scripts/setup-browser
@@ -79,4 +98,4 @@ $(VENV)/.fuzz: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
