@@ -60,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     device = join.add_mutually_exclusive_group()
     device.add_argument("--gpu", type=int, metavar="N", help="use CUDA device N")
     device.add_argument("--cpu", action="store_true", help="use the processor (the default)")
+    join.add_argument(
+        "--engine",
+        choices=("vllm", "transformers"),
+        help="what draws the tokens (default: vllm on a GPU where it is installed, else transformers)",
+    )
+    join.add_argument("--gpu-memory", type=float, metavar="SHARE", help="of the card, for vLLM to take (default 0.85)")
     join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 32, on a GPU 128)")
     join.add_argument("--threads", type=int, metavar="N", help="of the engine on a processor (default: all)")
     join.add_argument("--listen", metavar="ADDRESS", help="for other nodes (default /ip4/0.0.0.0/tcp/0: any free port)")
@@ -138,7 +144,7 @@ def _home(options: argparse.Namespace) -> Path:
 def _join(options: argparse.Namespace) -> int:
     import trio
 
-    from node.config import GIB, NodeConfig, default_threads
+    from node.config import GIB, NodeConfig, default_engine, default_threads
     from node.display import shown
     from node.mirror import check_mirror
     from node.report import Status
@@ -156,17 +162,19 @@ def _join(options: argparse.Namespace) -> int:
     for url in options.mirror:
         check_mirror(url)
     on_gpu = options.gpu is not None
-    sharing = {"listen": options.listen, "upload_cap": options.upload_cap}
+    device = f"cuda:{options.gpu}" if on_gpu else "cpu"
+    asked = {"listen": options.listen, "upload_cap": options.upload_cap, "gpu_memory": options.gpu_memory}
     config = NodeConfig(
         address=address,
         home=home,
-        device=f"cuda:{options.gpu}" if on_gpu else "cpu",
+        engine=options.engine or default_engine(device),
+        device=device,
         slots=options.slots if options.slots is not None else 128 if on_gpu else 32,
         threads=options.threads if options.threads is not None else default_threads(),
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
         serve=not options.no_serve,
         mirrors=tuple(options.mirror),
-        **{name: value for name, value in sharing.items() if value is not None},
+        **{name: value for name, value in asked.items() if value is not None},
     )
     status = Status()
     try:

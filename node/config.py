@@ -5,6 +5,7 @@ Flags of `rlnode join` mirror these fields. Not here: numbers both sides must ag
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from protocol.errors import UsageError
 from protocol.run import RunAddress
 
 GIB: Final = 1024**3
-ENGINES: Final = ("transformers",)
+ENGINES: Final = ("transformers", "vllm")
 
 
 def default_home() -> Path:
@@ -30,6 +31,11 @@ def default_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+def default_engine(device: str) -> str:
+    """vLLM on a GPU where it is installed; transformers elsewhere, which runs on every machine."""
+    return "vllm" if device != "cpu" and importlib.util.find_spec("vllm") is not None else "transformers"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
     """Everything `rlnode join` can be told. Raises UsageError on construction when a value cannot be."""
@@ -38,10 +44,11 @@ class NodeConfig:
     home: Path = field(default_factory=default_home)
 
     # --- engine ---
-    engine: str = "transformers"  # the one that runs on every machine
+    engine: str = "transformers"  # the one that runs on every machine; `rlnode join` asks default_engine
     device: str = "cpu"  # "cpu" or "cuda:N"; a GPU is asked for by name, never taken unasked
     slots: int = 32  # completions decoded together; a CPU gains up to about so many, memory permitting
     threads: int = field(default_factory=default_threads)  # of the engine, on a CPU
+    gpu_memory: float = 0.85  # share of the card that vLLM takes at its start; the rest is for what else runs there
     prefetch: float = 0.5  # leases held beyond the busy slots, as a share of them: hides a round trip,
     # and no more, because a lease that waits here is a draw that grows stale
 
@@ -78,6 +85,8 @@ class NodeConfig:
             raise UsageError(f"'{self.device}' is not a device: use --cpu or --gpu N")
         if not 1 <= self.slots <= 4096:
             raise UsageError(f"--slots must be 1 to 4096, not {self.slots}")
+        if not 0 < self.gpu_memory <= 1:
+            raise UsageError(f"--gpu-memory is a share of the card, above 0 and at most 1, not {self.gpu_memory}")
         if self.threads < 1:
             raise UsageError(f"--threads must be at least 1, not {self.threads}")
         if not self.upload_cap > 0:

