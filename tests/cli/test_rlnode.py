@@ -81,6 +81,20 @@ def test_values_that_cannot_be_are_explained(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--slots must be 1 to 4096" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--upload-cap", "0"), "to give nothing there is --no-serve"),
+        (("--mirror", "example.org/run"), "give the URL of its folder"),
+    ],
+)
+def test_what_a_node_gives_and_whence_it_takes_must_make_sense(
+    tmp_path: Path, words: tuple[str, str], told: str
+) -> None:
+    done = rlnode("join", NOBODY, *words, home=tmp_path)
+    assert done.returncode == 2 and told in done.stderr
+
+
 def test_a_key_is_backed_up_and_restored(tmp_path: Path) -> None:
     home, other, copy = tmp_path / "home", tmp_path / "other", tmp_path / "copy.key"
     assert rlnode("key", "show", home=home).returncode == 3
