@@ -61,6 +61,10 @@ def check_version(version: str | None) -> str:
     return version
 
 
+class _VllmFault(EngineError):
+    """vLLM itself failed, as against being asked for what is not there."""
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """One open sequence. `ids`: prompt, drawn and observed tokens; each turn is a request of its own."""
@@ -222,6 +226,7 @@ class VllmEngine:
         return SamplingParams(
             max_tokens=sequence.max_new_tokens,
             stop_token_ids=sorted(self._stop_ids),
+            ignore_eos=True,  # those of the model's configuration; ours are the ones above
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={TAG: list(tag)},
@@ -267,6 +272,9 @@ class VllmEngine:
             self._stop()
             self._force_v1 = True
             failure = self._start_once(policy, fields, root)
+        if isinstance(failure, _VllmFault):
+            self._stop()
+            raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, failure)) from failure
         if failure is not None:
             self._stop()
             raise EngineError(
@@ -275,7 +283,7 @@ class VllmEngine:
             ) from failure
 
     def _start_once(self, policy: Path, fields: dict[str, Any], root: bytes) -> EngineError | None:
-        """Raises EngineError where vLLM does not start; returns it where it starts and draws other tokens."""
+        """Raises EngineError where vLLM does not start; returns it where it starts and fails the start-up check."""
         if self._force_v1:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
@@ -362,7 +370,7 @@ class VllmEngine:
             raise
         except Exception as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise EngineError(f"vLLM failed: {type(error).__name__}: {first}") from error
+            raise _VllmFault(f"vLLM failed: {type(error).__name__}: {first}") from error
 
     # --- refusals ---
 
