@@ -206,7 +206,8 @@ class VllmEngine:
         sequence.max_new_tokens = max_new_tokens
         # The salt keeps one policy's cache from another's requests, whatever becomes of the order to drop it.
         prompt = {"prompt_token_ids": list(sequence.ids), "cache_salt": self._salt}
-        self._guarded(self._vllm.add_request, sequence.request, prompt, self._parameters(sequence))
+        parameters = self._guarded(self._parameters, sequence)
+        self._guarded(self._vllm.add_request, sequence.request, prompt, parameters)
         sequence.is_over = False
         self._by_request[sequence.request] = sequence
 
@@ -221,7 +222,8 @@ class VllmEngine:
         if self._is_native:
             # vLLM keeps seeds as signed 64-bit integers: the same bits.
             signed = sequence.seed - 2**64 if sequence.seed >= 2**63 else sequence.seed
-            drawing = {"temperature": sequence.temperature, "seed": signed, "logprobs": 0}
+            # The temperature is the tag's: vLLM accepts 0 to 2 from users, its sampler divides by any.
+            drawing = {"temperature": 1.0, "seed": signed, "logprobs": 0}
         # SPEC 10.3: no other processing of logits; the first stop token is the last token of a turn.
         return SamplingParams(
             max_tokens=sequence.max_new_tokens,

@@ -298,13 +298,14 @@ class CommonsWorker:
         self._rlc_store = RowStore()
         self._rlc_gatherer = Gatherer(self._rlc_store, self.device)
         self._rlc_draw = None if v2 else _find_draw(runner)
-        runner.execute_model = self._rlc_noting(runner.execute_model)
+        runner.execute_model = self._rlc_noting(runner.execute_model, v2)
         runner.sample_tokens = self._rlc_gathering(runner.sample_tokens, v2)
         name = "cpu" if self.device.type == "cpu" else f"cuda:{torch.cuda.get_device_name(self.device)}"
         return {"runner": "v2" if v2 else "v1", "device": name}
 
-    def _rlc_noting(self, execute_model: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember what new requests are of; V2 does not keep their parameters."""
+    def _rlc_noting(self, execute_model: Callable[..., Any], v2: bool) -> Callable[..., Any]:
+        """Remember what new requests are of; V2 does not keep their parameters. Its own sampler draws, at any
+        temperature, where users may ask for 0 to 2."""
 
         def noting(scheduled: Any, *arguments: Any, **named: Any) -> Any:
             for request in scheduled.finished_req_ids:
@@ -312,7 +313,9 @@ class CommonsWorker:
             for new in scheduled.scheduled_new_reqs:
                 extra = new.sampling_params.extra_args if new.sampling_params is not None else None
                 if extra and TAG in extra:
-                    self._rlc_tags[new.req_id] = Tag(*extra[TAG])
+                    tag = self._rlc_tags[new.req_id] = Tag(*extra[TAG])
+                    if v2:
+                        new.sampling_params.temperature = tag.temperature
             return execute_model(scheduled, *arguments, **named)
 
         return noting

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import trio
 
 from node.engine import SequenceRequest, TurnDone, probe
+from node.engine_thread import EngineThread
 from protocol.errors import EngineError, PolicyError
 from protocol.limits import PROOF_CHUNK_TOKENS
 from tests.vllm.conftest import EMBEDDED, SMOLLM2, make_policy
@@ -202,6 +207,52 @@ def test_the_descriptor_says_what_draws_and_how(engine: Any) -> None:
     assert (descriptor.name, descriptor.dtype, descriptor.device) == ("vllm", "float32", "cpu")
     assert descriptor.version.startswith("0.32")
     assert descriptor.runner == "vllm-v1 seeded-draw"
+
+
+def test_vllms_own_sampler_on_its_v2_runner_draws_the_seeded_tokens(policies: dict[str, Path]) -> None:
+    """What a GPU runs, with its kernels interpreted: found by the start-up check, drawn natively, rows proved."""
+    script = Path(__file__).with_name("interpreted_v2.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(policies["a"])], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    found = json.loads(done.stdout[done.stdout.index("DRAWN") + 5 :].splitlines()[0])
+    assert found["runner"] == "vllm-v2 native"
+    passages = [
+        Passage(
+            tuple(each["prompt"]),
+            tuple(each["tokens"]),
+            tuple(range(len(each["tokens"]))),
+            each["seed"],
+            each["temperature"],
+        )
+        for each in found["drawn"]
+    ]
+    proofs = [tuple(bytes.fromhex(proof) for proof in each["proofs"]) for each in found["drawn"]]
+    assert audit(policies["a"], passages, [tuple(each["logprobs"]) for each in found["drawn"]], proofs) > 60
+
+
+def test_it_runs_behind_the_nodes_engine_thread(alone: None, policies: dict[str, Path]) -> None:
+    requests = [request(index, tokens=20) for index in range(6)]
+    drawn: Drawn = {}
+
+    async def one(engine: EngineThread, wanted: SequenceRequest) -> None:
+        turn = await engine.first_turn(wanted)
+        drawn[wanted.key] = (turn, await engine.finish(wanted.key))
+
+    async def work() -> None:
+        engine = EngineThread(lambda: VllmEngine(slots=4, threads=1))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.run)
+            await engine.call(lambda each: each.load(policies["a"], A))
+            await engine.call(lambda each: probe(each, 106))
+            async with trio.open_nursery() as inner:
+                for each in requests:
+                    inner.start_soon(one, engine, each)
+            nursery.cancel_scope.cancel()
+
+    trio.run(work)
+    audit_drawn(policies["a"], requests, drawn)
 
 
 # --- swaps ---
