@@ -36,6 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError | PolicyError) else 3
     except KeyboardInterrupt:
         return 130
+    except SystemExit as end:  # how rich ends a program whose reader has gone; arguments were read before
+        return 141 if end.code == 1 else 3
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return 130
+    except SystemExit as end:
+        # How rich ends a program whose reader has gone; arguments were read before.
+        return BROKEN_PIPE if end.code == 1 else 3
+    except Exception:
+        # A bug of ours must not look like a refusal, whose code is Python's own for it.
+        traceback.print_exc()
+        print("rlverify: this is a bug of rlverify and no verdict; please report the lines above", file=sys.stderr)
+        return 3
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -6,6 +6,7 @@ Not here: the checks (check.py) and the command (cli.py).
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,10 +102,14 @@ def read_calibration(path: Path) -> Measure:
 
 def _read(path: Path, what: str) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} has {size:,} bytes, {what} has at most {MAX_FILE_BYTES:,}")
-        return path.read_bytes()
+        found = path.stat()
+        # A device has no end, and opening a pipe waits for whoever writes to it.
+        if not stat.S_ISREG(found.st_mode):
+            raise UsageError(f"{path} is not a regular file: give the file that holds {what}")
+        if found.st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} has {found.st_size:,} bytes, {what} has at most {MAX_FILE_BYTES:,}")
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
 
@@ -127,7 +132,9 @@ def _require_fit(path: Path, calibration: Calibration, evidence: Evidence) -> No
     # SPEC 10.6: of the trace's pair, of this run or none, and within the ceilings.
     why = misfit(calibration, evidence.trace, evidence.run)
     if why is not None:
-        raise UsageError(f"{path}: this trace cannot be judged by this calibration: {why}")
+        raise UsageError(
+            f"{path}: this trace cannot be judged by this calibration: {why}; give another with --calibration"
+        )
 
 
 def misfit(calibration: Calibration, trace: Trace, run: bytes) -> str | None:
@@ -185,6 +192,12 @@ def receipt_fits(evidence: Evidence) -> bool:
     """Whether the receipt in the file is for this very trace."""
     receipt = evidence.receipt
     return receipt is not None and receipt.trace_digest == evidence.signed_trace.digest
+
+
+def verdict_fits(evidence: Evidence) -> bool:
+    """Whether the verdict in the file is on this very trace."""
+    verdict = evidence.verdict
+    return verdict is not None and verdict.trace_digest == evidence.signed_trace.digest
 
 
 def short_peer(node: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from protocol import identity
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.trace import SpanKind
-from verify.files import Evidence, receipt_fits
+from verify.files import Evidence, receipt_fits, verdict_fits
 from verify.reading import Reading, WorstToken, strip, strip_legend
 from verify.toploc import count_chunks
 
@@ -50,7 +50,9 @@ def as_json(evidence: Evidence, policy: Path | None, reading: Reading | str | No
         "received_ms": None if evidence.receipt is None else evidence.receipt.received_ms,
         "recomputed": _reading_json(reading, tokenizer),
         "receipt": None if evidence.receipt is None else {"fits": receipt_fits(evidence)},
-        "verdict": None if verdict is None else {"outcome": str(verdict.outcome), "reason": verdict.reason},
+        "verdict": None
+        if verdict is None
+        else {"outcome": str(verdict.outcome), "reason": verdict.reason, "fits": verdict_fits(evidence)},
     }
 
 
@@ -106,7 +108,8 @@ def print_trace(evidence: Evidence, policy: Path | None, reading: Reading | str 
     if evidence.verdict is not None:
         reason = f" ({evidence.verdict.reason})" if evidence.verdict.reason else ""
         audited = "audited" if evidence.verdict.audited else "not audited"
-        console.print(f"[bold]trainer's verdict[/]  {evidence.verdict.outcome}{reason}, {audited}")
+        whose = "" if verdict_fits(evidence) else " (of another trace than this one)"
+        console.print(f"[bold]trainer's verdict[/]  {evidence.verdict.outcome}{reason}, {audited}{whose}")
 
 
 def _print_ids(console: Any, label: str, colour: str, ids: tuple[int, ...], tokenizer: PolicyTokenizer | None) -> None:

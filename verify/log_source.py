@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import stat
 import tempfile
 import time
 import urllib.error
@@ -102,6 +103,9 @@ class FolderSource:
     def read(self, name: str, most: int) -> bytes | None:
         path = self._folder / name
         try:
+            # A pipe or a device has no end, and opening one may wait for ever.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise UsageError(f"{path} is not a regular file")
             with path.open("rb") as file:
                 data = file.read(most + 1)
         except FileNotFoundError:

@@ -229,7 +229,10 @@ def check_device(name: str) -> torch.device:
         raise UsageError(f"'{name}' is not a device: use cpu, cuda or cuda:N")
     if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {name} was asked for, but torch finds {torch.cuda.device_count()} CUDA devices here")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"'{name}' is not a device: its number is too large") from None
 
 
 def _check(number: int, passage: Passage, model: PolicyModel) -> None:

@@ -7,7 +7,6 @@ are recomputed together, and one policy after the other is swapped into the same
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -259,7 +258,7 @@ def _judged(checks: tuple[Check, ...], reward: float | None, verifier: Verifier 
 
 def _compare(case: Case, ours: Judged, report: Report) -> None:
     theirs = case.verdict
-    why = disagreement(ours, case.digest, theirs) or _wrong_reward(ours, theirs)
+    why = disagreement(ours, case.digest, theirs)
     if why is not None:
         report.add(8, case.where, why)
         return
@@ -269,12 +268,3 @@ def _compare(case: Case, ours: Judged, report: Report) -> None:
     report.counts["verdicts reached again"] += 1
     if ours.outcome is Outcome.REFUSED and case.verdict.outcome is Outcome.ACCEPTED:
         report.notes[f"accepted unseen, and refused by the model here ({ours.reason})"] += 1
-
-
-def _wrong_reward(ours: Judged, theirs: Verdict) -> str | None:
-    """SPEC 8.8: an accepted trace's reward is the trainer's own, from the replay."""
-    if theirs.outcome is not Outcome.ACCEPTED or ours.reward is None:
-        return None
-    if theirs.reward is not None and math.isclose(theirs.reward, ours.reward, rel_tol=1e-6, abs_tol=1e-6):
-        return None
-    return f"disagrees about the reward: the trainer says {theirs.reward}, here it is {ours.reward}"

@@ -53,7 +53,16 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
         return (
             f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
         )
-    return None
+    return _wrong_reward(ours, theirs)
+
+
+def _wrong_reward(ours: Judged, theirs: Verdict) -> str | None:
+    """SPEC 8.8: an accepted trace's reward is the trainer's own, from the replay."""
+    if theirs.outcome is not Outcome.ACCEPTED or ours.reward is None:
+        return None
+    if theirs.reward is not None and math.isclose(theirs.reward, ours.reward, rel_tol=1e-6, abs_tol=1e-6):
+        return None
+    return f"disagrees about the reward: the trainer says {theirs.reward}, here it is {ours.reward}"
 
 
 def unchecked(ours: Judged, theirs: Verdict) -> str | None:

@@ -225,8 +225,12 @@ def _worst(result: ChunkResult, limits: Limits) -> tuple[float, str]:
         ("mantissa median", result.mantissa_median, limits.mantissa_median),
         ("plausible values elsewhere", float(result.elsewhere), _ELSEWHERE / 2),
     )
-    ratios = [(value / limit, f"{name} {value:.4g}, limit {limit:.4g}") for name, value, limit in measures]
-    return max(ratios)
+    return max((_share(value, limit), f"{name} {value:.4g}, limit {limit:.4g}") for name, value, limit in measures)
+
+
+def _share(value: float, limit: float) -> float:
+    """Of a limit. One of zero allows nothing: more than all of it is a number above 1 that can be written down."""
+    return value / limit if limit > 0 else float(2 * (value > 0))
 
 
 def bits_of(hidden: Tensor | Bits) -> Bits:

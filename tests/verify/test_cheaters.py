@@ -3,6 +3,7 @@ for its own reason, by a margin, and honest traces pass. Attacks: SPEC 13."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from node.transformers_engine import TransformersEngine
 from protocol import codec
+from protocol.calibration import Limits
 from protocol.envelope import seal
 from protocol.errors import UsageError
 from protocol.identity import Identity
@@ -27,6 +29,7 @@ from verify.cli import main
 from verify.files import read_evidence, require_policy
 from verify.judge import judge
 from verify.report import Judged
+from verify.toploc import ChunkResult, judge_proofs
 
 SOMEONE = Identity(b"\x11" * 32)
 
@@ -406,9 +409,40 @@ def test_a_file_of_a_gigabyte_is_refused_unread(tmp_path: Path) -> None:
         read_evidence(path)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "foo", "cpu:x"])
+@pytest.mark.parametrize("device", ["cuda:99", "foo", "cpu:x", "cpu:99999999999"])
 def test_a_device_that_is_not_there_gives_no_verdict(long_rollout, studio, tmp_path: Path, capsys, device: str) -> None:
     path = tmp_path / "trace.msgpack"
     path.write_bytes(codec.encode(long_rollout.file()))
     assert main(["check", str(path), "--policy", str(studio.policy), "--device", device]) == 2
     assert f"{device}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/dev/zero", "a pipe", "a folder"])
+def test_what_is_no_regular_file_is_refused_unread(long_rollout, studio, tmp_path: Path, capsys, place: str) -> None:
+    path = Path(place)
+    if place == "a pipe":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    elif place == "a folder":
+        path = tmp_path
+    assert main(["check", str(path), "--policy", str(studio.policy)]) == 2
+    assert "is not a regular file" in capsys.readouterr().err
+
+
+def test_limits_of_zero_refuse_what_is_not_exact_and_are_no_fault_of_ours() -> None:
+    nothing = Limits(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    exact = ChunkResult(0, 32, 0, 0, 0.0, 0.0, 128, 0)
+    assert judge_proofs([exact], nothing).ok
+    assert not judge_proofs([replace(exact, mantissa_mean=0.01)], nothing).ok
+
+
+def test_a_bug_of_ours_is_no_refusal(monkeypatch, long_rollout, studio, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "trace.msgpack"
+    path.write_bytes(codec.encode(long_rollout.file()))
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise ZeroDivisionError("made by the test")
+
+    monkeypatch.setattr("verify.judge.judge", broken)
+    assert main(["check", str(path), "--policy", str(studio.policy)]) == 3
+    assert "a bug of rlverify and no verdict" in capsys.readouterr().err
