@@ -136,7 +136,6 @@ class Visit:
             verdict_cursor=found[-1][0] if found else request.verdict_cursor,
         )
 
-
     async def _peers(self, request: messages.GetPeers, received_ms: int) -> messages.PeersReply:
         self._gateway.peers.note(self.node, request)
         return messages.PeersReply(self._gateway.peers.choose(self.node, request))
