@@ -60,8 +60,9 @@ def test_the_honest_row_is_far_from_every_limit(report: Report) -> None:
 
 
 def test_what_is_refused_by_a_limit_is_refused_by_a_margin(report: Report) -> None:
-    near = [row.name for row in report.rows if row.required and row.ratio is not None and row.ratio < 1.5]
-    assert near == []
+    measured = {"margins", "logprobs", "proofs"}  # a length or a count is exact: one more than allowed is enough
+    rows = [row for row in report.rows if row.required and measured & {name for name, _ in row.checks}]
+    assert [row.name for row in rows if row.ratio is not None and row.ratio < 1.5] == []
 
 
 @pytest.mark.slow
