@@ -23,7 +23,7 @@ _EXAMPLE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW…"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a peer listens and who must answer there.
+    """Where a peer listens, or is reached through a relay that does, and who must answer there.
 
     `network` is "ip4", "ip6", "dns", "dns4", "dns6" or "memory"; `host` the IP address or name
     (the host's number for "memory"); `port` the TCP port (0 for "memory"); `node` the 32-byte key.
@@ -33,10 +33,14 @@ class Address:
     host: str
     port: int
     node: bytes
+    relay: bytes | None = None  # who listens there instead, and connects to `node` on demand
 
     @classmethod
     def parse(cls, text: str) -> Address:
         """Read a multiaddr that ends in /p2p/<peer id>. Raises UsageError, which says what is wrong."""
+        before, circuit, target = text.strip().partition("/p2p-circuit/")
+        if circuit:
+            return cls._through(text, before, target)
         parts = text.strip().split("/")
         if len(parts) < 3 or parts[0] != "":
             raise UsageError(f"'{text[:200]}' is not an address: it should look like {_EXAMPLE}")
@@ -48,9 +52,34 @@ class Address:
             raise UsageError(f"the address '{text[:200]}' names no node: {error}") from None
         return cls(*_endpoint(text, parts[1:-2]), node)
 
+    @classmethod
+    def _through(cls, text: str, before: str, target: str) -> Address:
+        via = cls.parse(before)
+        kind, _, name = target.partition("/")
+        if kind != "p2p":
+            raise UsageError(f"the address '{text[:200]}' does not end in /p2p/ and the peer's id after /p2p-circuit")
+        try:
+            node = identity.node_from_peer_id(name)
+        except DecodeError as error:
+            raise UsageError(f"the address '{text[:200]}' names no node: {error}") from None
+        if node == via.node:
+            raise UsageError(f"the address '{text[:200]}' leads through the node that it leads to")
+        return cls(via.network, via.host, via.port, node, via.node)
+
+    @property
+    def via(self) -> Address | None:
+        """Where the relay is, for an address that leads through one."""
+        return None if self.relay is None else Address(self.network, self.host, self.port, self.relay)
+
     def __str__(self) -> str:
         where = f"/memory/{self.host}" if self.network == "memory" else f"/{self.network}/{self.host}/tcp/{self.port}"
-        return f"{where}/p2p/{identity.peer_id(self.node)}"
+        through = "" if self.relay is None else f"/p2p/{identity.peer_id(self.relay)}/p2p-circuit"
+        return f"{where}{through}/p2p/{identity.peer_id(self.node)}"
+
+    @property
+    def told(self) -> str:
+        """As it stands in lists of nodes: without the node's own id at the end."""
+        return str(self).rpartition("/p2p/")[0]
 
 
 def _endpoint(text: str, parts: list[str]) -> tuple[str, str, int]:
@@ -111,8 +140,31 @@ class HostLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """What a relay gives away. All its circuits together cost it at most `bytes_per_second` in, and the same out."""
+
+    reservations: int = 256  # nodes that can be reached through it
+    reservation_seconds: float = 3_600.0  # renewed by whoever still wants it
+    circuits: int = 128
+    circuits_per_peer: int = 8  # that end at one node
+    circuit_bytes: int = 256 * 1024 * 1024  # both ways together; then the nodes connect anew, or elsewhere
+    circuit_seconds: float = 1_800.0
+    idle_seconds: float = 120.0  # a circuit on which nothing moves
+    bytes_per_second: float = 2.0 * 1024 * 1024  # all circuits together
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A place at a relay: others reach this host at `address` for `seconds` more, while it stays connected."""
+
+    address: str  # with /p2p/ and this host's id
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """Counters since the host was opened, except `connections` and `handshakes`, which are of now."""
+    """Counters since the host was opened, except `connections`, `handshakes`, `reservations` and `circuits`, which are
+    of now."""
 
     connections: int
     handshakes: int
@@ -122,6 +174,12 @@ class HostStatistics:
     restarts: int
     bytes_in: int
     bytes_out: int
+    reservations: int  # at this host as a relay
+    circuits: int
+    relayed_bytes: int  # for others; each came in and went out once
+    relay_refusals: int
+    punched: int  # relayed connections of this host that became direct ones
+    punches_failed: int
 
 
 @runtime_checkable
@@ -186,5 +244,22 @@ class Host(Protocol):
 
     def connected(self) -> tuple[bytes, ...]:
         """The peers with a live connection."""
+
+    # --- behind NAT ---
+
+    def relay(self, limits: RelayLimits, admits: Callable[[bytes], bool]) -> None:
+        """Be a relay from now on, for the peers that `admits` says yes to."""
+
+    async def reserve(self, relay: str, *, seconds: float) -> Reservation:
+        """Have a place kept at the relay at this address, or renew it. Raises Unreachable, which says why not."""
+
+    async def seen_as(self, peer: str, *, seconds: float) -> str | None:
+        """The IP address that the peer at this address sees this host at; None when it does not say.
+
+        Raises UsageError or Unreachable.
+        """
+
+    def is_relayed(self, peer: bytes) -> bool:
+        """Whether the connection with `peer` goes through a relay; it may become direct by itself."""
 
     def statistics(self) -> HostStatistics: ...

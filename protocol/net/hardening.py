@@ -13,6 +13,7 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import socket
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from protocol.net import multistream, yamux
 from protocol.net.base import HostLimits
 from protocol.net.door import Door, Refused, address_group, decrement
 from protocol.net.framing import Channel, ChannelClosed, serve_contained
-from protocol.net.wire import Counters, Wire
+from protocol.net.wire import Carrier, CircuitWire, Counters, Wire
 
 CONTAINED_VERSION = "0.8.1"
 
@@ -53,7 +54,7 @@ with warnings.catch_warnings():
     from libp2p.host.basic_host import BasicHost
     from libp2p.host.ping import ID as PING
     from libp2p.host.ping import PingService
-    from libp2p.identity.identify.identify import ID as IDENTIFY
+    from libp2p.identity.identify.identify import ID as _IDENTIFY_ID
     from libp2p.identity.identify.identify import identify_handler_for
     from libp2p.network.connection import swarm_connection
     from libp2p.network.connection.swarm_connection import SwarmConn
@@ -75,6 +76,7 @@ if "LIBP2P_DEBUG" not in os.environ:
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 vars(swarm_connection)["logging"] = logging.getLogger("libp2p.network.connection")
 
+IDENTIFY = str(_IDENTIFY_ID)
 NOISE = "/noise"
 YAMUX = "/yamux/1.0.0"
 _NEGOTIATION_SECONDS = 10.0  # for a peer to say which protocol its new stream speaks
@@ -133,7 +135,7 @@ async def _bind(host: str, port: int) -> Listener:
 class NoiseLink:
     """The encrypted connection under yamux: libp2p's Noise keys, our own packet loop."""
 
-    def __init__(self, wire: Wire, state: Any) -> None:
+    def __init__(self, wire: Carrier, state: Any) -> None:
         self.wire = wire
         self._state = state
         self._plain = bytearray()  # decrypted before yamux took over
@@ -207,7 +209,7 @@ class Noise:
         self._peer = ID.from_pubkey(keys.public_key)
         self._static = create_noise_key().private_key
 
-    async def secure(self, wire: Wire, expected: ID | None) -> tuple[NoiseLink, ID, bytes]:
+    async def secure(self, wire: Carrier, expected: ID | None) -> tuple[NoiseLink, ID, bytes]:
         """(link, peer id, 32-byte key) of the peer that proved itself.
 
         Raises WrongPeer when it is not `expected`, DecodeError when its key is not Ed25519, and
@@ -280,6 +282,8 @@ class MuxedConnection(IMuxedConn):
         self.node = connection.peer
         self.connection = connection
         self.event_started = trio.Event()
+        self.relay: MuxedConnection | None = None  # the connection that this one's bytes go through
+        self.seen_at: tuple[str, int] | None = None  # where the peer sees us come from, once it was asked
         self._link = link
 
     async def start(self) -> None:
@@ -318,12 +322,20 @@ class MuxedConnection(IMuxedConn):
     def get_remote_address(self) -> tuple[str, int] | None:
         return self._link.wire.get_remote_address()
 
+    def get_local_address(self) -> tuple[str, int] | None:
+        wire = self._link.wire
+        return wire.get_local_address() if isinstance(wire, Wire) else None
+
+    @property
+    def is_relayed(self) -> bool:
+        return self.relay is not None
+
     def get_transport_addresses(self) -> list[Multiaddr]:
         remote = self.get_remote_address()
         return [] if remote is None else [_multiaddr(*remote)]
 
     def get_connection_type(self) -> ConnectionType:
-        return ConnectionType.DIRECT
+        return ConnectionType.RELAYED if self.is_relayed else ConnectionType.DIRECT
 
 
 # --- the swarm -----------------------------------------------------------------------------------
@@ -417,9 +429,69 @@ class ContainedSwarm(Swarm):
             raise
         return muxed
 
-    # --- both ---
+    # --- through a relay, and past it ---
 
-    async def _upgrade(self, wire: Wire, expected: ID | None) -> MuxedConnection:
+    async def dial_through(self, relay: MuxedConnection, channel: yamux.Channel, peer: ID) -> MuxedConnection:
+        """A connection to `peer` over a stream that `relay` has spliced to it. Raises as `dial` does."""
+        try:
+            muxed = await self._upgrade(CircuitWire(channel, initiator=True), expected=peer)
+            muxed.relay = relay
+            await self.add_conn(muxed, "outbound")
+        except BaseException:
+            channel.abort()
+            raise
+        return muxed
+
+    async def admit_through(
+        self, relay: MuxedConnection, channel: yamux.Channel, peer: ID, met: Callable[[MuxedConnection], None]
+    ) -> None:
+        """Serve a connection of `peer` that `relay` brings, as long as it lasts. Raises Refused, WrongPeer,
+        ChannelClosed, and what libp2p raises. The slots of one relay's circuits are those of one address."""
+        group = f"circuits of {relay.peer_id}"
+        muxed = None
+        with self.door.handshake(group):
+            muxed = await self._upgrade(CircuitWire(channel, initiator=False), expected=None)
+        if muxed is None:
+            raise ChannelClosed("the handshake took too long or gave way to newer ones")
+        if muxed.peer_id != peer:
+            raise WrongPeer(str(muxed.peer_id))
+        if self._is_banned(muxed.node):
+            raise Refused(f"{muxed.peer_id} is banned")
+        muxed.relay = relay
+        with self.door.slot(muxed.connection, group):
+            await self.add_conn(muxed, "inbound")
+            met(muxed)
+            await muxed.connection.closed.wait()
+
+    async def dial_from(self, local: tuple[str, int], host: str, port: int, *, initiator: bool) -> Wire:
+        """A TCP connection from a port that another connection comes from. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        plain = trio.socket.socket(family, socket.SOCK_STREAM)
+        try:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            await plain.bind(local)
+            await plain.connect((host, port))
+            return Wire(trio.SocketStream(plain), initiator=initiator, counters=self.counters)
+        except BaseException:
+            plain.close()
+            raise
+
+    async def join(self, wire: Wire, peer: ID) -> MuxedConnection:
+        """Make a connection with `peer` of a TCP connection that both sides dialled; `wire` says who begins."""
+        try:
+            with trio.fail_after(self.limits.handshake_seconds):
+                muxed = await self._upgrade(wire, expected=peer if wire.is_initiator else None)
+            if muxed.peer_id != peer:
+                raise WrongPeer(str(muxed.peer_id))
+            await self.add_conn(muxed, "outbound" if wire.is_initiator else "inbound")
+        except BaseException:
+            await wire.close()
+            raise
+        return muxed
+
+    # --- all of them ---
+
+    async def _upgrade(self, wire: Carrier, expected: ID | None) -> MuxedConnection:
         """Noise, then yamux; with `expected` as the side that dialled."""
         await _agree(wire, NOISE, proposing=expected is not None)
         link, peer, node = await self._noise.secure(wire, expected)
@@ -450,9 +522,10 @@ class ContainedSwarm(Swarm):
         await self._notify("disconnected", conn)  # stock also remembers every peer that ever left
 
     def live(self, peer: ID) -> list[MuxedConnection]:
-        """The usable connections to a peer, newest first."""
+        """The usable connections to a peer: direct ones first, of equals the newest first."""
         muxed = [connection.muxed_conn for connection in self.connections.get(peer, [])]
-        return [one for one in reversed(muxed) if isinstance(one, MuxedConnection) and one.is_established]
+        usable = [one for one in reversed(muxed) if isinstance(one, MuxedConnection) and one.is_established]
+        return sorted(usable, key=lambda one: one.is_relayed)
 
     def all_live(self) -> list[MuxedConnection]:
         return [one for peer in list(self.connections) for one in self.live(peer)]
@@ -531,7 +604,7 @@ def channel_of(net_stream: Any) -> yamux.Channel:
 
 def _own_protocols(host: BasicHost) -> Any:
     identify = identify_handler_for(host, use_varint_format=True)
-    return OrderedDict([(IDENTIFY, _quietly(identify)), (PING, _quietly(PingService(host).handle_ping))])
+    return OrderedDict([(TProtocol(IDENTIFY), _quietly(identify)), (PING, _quietly(PingService(host).handle_ping))])
 
 
 def _quietly(handler: StreamHandlerFn) -> StreamHandlerFn:

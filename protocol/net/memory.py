@@ -1,8 +1,8 @@
 """Hosts that talk inside one process, behaving as libp2p hosts do: windows, deadlines, resets, bans.
 
 For tests and simulations without sockets, on trio's real or virtual clock. A `Network` can delay
-bytes and cut nodes off from each other. Not here: loss, reordering, bandwidth (TCP hides the first
-two), cost of encryption.
+bytes, cut nodes off from each other, and put hosts behind NAT, where only a relay reaches them. Not here: loss,
+reordering, bandwidth (TCP hides the first two; a relay's rate is not kept either), cost of encryption.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 import trio
 
@@ -20,9 +21,17 @@ from protocol import identity
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.net import unreachable
-from protocol.net.base import Address, Handler, Host, HostLimits, HostStatistics, Stream
+from protocol.net.base import Address, Handler, Host, HostLimits, HostStatistics, RelayLimits, Reservation, Stream
 from protocol.net.framing import ChannelClosed, FramedStream, serve_contained
+from protocol.net.relay import Places
 from protocol.net.yamux import INITIAL_WINDOW
+
+
+class Nat(StrEnum):
+    """What stands between a host and the others. Nobody dials through either."""
+
+    KEEPS_PORTS = "keeps ports"  # two hosts that dial each other at once get through
+    RANDOM_PORTS = "random ports"  # they do not
 
 
 class Network:
@@ -39,7 +48,12 @@ class Network:
 
     @asynccontextmanager
     async def host(
-        self, who: Identity, *, listen: Sequence[str] = ("/memory/0",), limits: HostLimits | None = None
+        self,
+        who: Identity,
+        *,
+        listen: Sequence[str] = ("/memory/0",),
+        limits: HostLimits | None = None,
+        nat: Nat | None = None,
     ) -> AsyncIterator[Host]:
         """A running host; "/memory/0" takes a free number, () makes a host that only dials.
 
@@ -48,7 +62,7 @@ class Network:
         numbers = [self._number(address) for address in listen]
         failure: BaseException | None = None
         async with trio.open_nursery() as nursery:
-            host = _Host(self, who, numbers, limits or HostLimits(), nursery)
+            host = _Host(self, who, numbers, limits or HostLimits(), nursery, nat)
             for number in numbers:
                 self._hosts[number] = host
             try:
@@ -140,6 +154,7 @@ class _Pipe:
                 continue
             self._post(bytes(view[:size]))
             self._local.bytes_out += size
+            self._local.note_relayed(self.remote, size)
             view = view[size:]
 
     async def receive_exactly(self, count: int) -> bytes:
@@ -229,9 +244,37 @@ class _Pipe:
             self._end(here)
 
 
+class _Circuit:
+    """A connection between two hosts that goes through a third."""
+
+    def __init__(self, relay: _Host, one: _Host, other: _Host, most_bytes: int) -> None:
+        self._relay = relay
+        self._one = one
+        self._other = other
+        self._left = most_bytes
+
+    def carry(self, count: int) -> None:
+        self._left -= count
+        self._relay.relayed_bytes += count
+        if self._left < 0:
+            self._one._drop(self._other.node, "the relay ended the circuit", "the relay ended the circuit")
+
+    def end(self) -> None:
+        """The two are connected directly now, or not any more."""
+        self._one._circuits.pop(self._other.node, None)
+        self._other._circuits.pop(self._one.node, None)
+        self._relay.places.end(self._one.node, self._other.node)
+
+
 class _Host:
     def __init__(
-        self, network: Network, who: Identity, numbers: list[str], limits: HostLimits, nursery: trio.Nursery
+        self,
+        network: Network,
+        who: Identity,
+        numbers: list[str],
+        limits: HostLimits,
+        nursery: trio.Nursery,
+        nat: Nat | None,
     ) -> None:
         self.node = who.node
         self.addresses = tuple(f"/memory/{number}/p2p/{who.peer_id}" for number in numbers)
@@ -245,6 +288,11 @@ class _Host:
         self._pipes: set[_Pipe] = set()
         self._handlers_of: Counter[bytes] = Counter()
         self._refused = self._faults = 0
+        self._nat = nat
+        self._relay: tuple[RelayLimits, Callable[[bytes], bool]] | None = None
+        self.places = Places(RelayLimits())
+        self._circuits: dict[bytes, _Circuit] = {}  # by the peer at the other end
+        self.relayed_bytes = self._relay_refusals = self._punched = self._punches_failed = 0
 
     def serve(self, protocol: str, handler: Handler) -> None:
         self._handlers[protocol] = handler
@@ -253,7 +301,7 @@ class _Host:
 
     async def open(self, address: str, protocol: str, *, seconds: float) -> Stream:
         target = Address.parse(address)
-        if target.node == self.node:
+        if self.node in (target.node, target.relay):
             raise unreachable.is_ourselves(target)
         if self.is_banned(target.node):
             raise unreachable.is_banned(target)
@@ -277,10 +325,15 @@ class _Host:
     async def _connect(self, target: Address) -> None:
         if target.network != "memory":
             raise UsageError(f"{target} is not an address of this process's memory network")
+        if target.via is not None:
+            await self._connect_through(target, target.via)
+            return
         await self._network.travel(self.node, target.node, trips=2)
         peer = self._network.find(target.host)
         if peer is None:
             raise unreachable.nobody_listens(target)
+        if peer._nat is not None:
+            await trio.sleep_forever()  # whoever is behind NAT never hears of it
         if peer.node != target.node:
             raise unreachable.other_peer(target, identity.peer_id(peer.node))
         if peer.is_banned(self.node) or len(peer._peers) >= peer._limits.connections:
@@ -288,6 +341,92 @@ class _Host:
             raise unreachable.hung_up(target, "the peer closed the connection")
         self._peers[peer.node] = peer
         peer._peers[self.node] = self
+
+    async def _connect_through(self, target: Address, via: Address) -> None:
+        if via.node not in self._peers:
+            await self._connect(via)
+        await self._network.travel(self.node, target.node, trips=4)
+        relay = self._peers.get(via.node)
+        if relay is None or relay._relay is None:
+            raise unreachable.relay_declined(target, via, "it is no relay")
+        limits, admits = relay._relay
+        if (cause := relay._cause_against(self.node, target.node, admits)) is not None:
+            relay._relay_refusals += 1
+            raise unreachable.relay_declined(target, via, cause)
+        peer = relay._peers[target.node]
+        circuit = _Circuit(relay, self, peer, limits.circuit_bytes)
+        relay.places.begin(self.node, peer.node)
+        self._peers[peer.node], peer._peers[self.node] = peer, self
+        self._circuits[peer.node] = peer._circuits[self.node] = circuit
+        peer._nursery.start_soon(peer._punch, self, circuit)
+
+    def _cause_against(self, source: bytes, target: bytes, admits: Callable[[bytes], bool]) -> str | None:
+        if not admits(source):
+            return "PERMISSION_DENIED"
+        refusal = self.places.refusal(source, target)
+        if refusal is not None:
+            return refusal.name
+        return None if self._is_here(target) else "CONNECTION_FAILED"
+
+    async def _punch(self, other: _Host, circuit: _Circuit) -> None:
+        """As hole punching ends: a direct connection, if neither NAT gives out ports at random."""
+        await self._network.travel(self.node, other.node, trips=4)
+        if self._circuits.get(other.node) is not circuit:
+            return
+        if Nat.RANDOM_PORTS in (self._nat, other._nat):
+            self._punches_failed += 1
+            return
+        for host in (self, other):
+            host._punched += 1
+        circuit.end()
+
+    def note_relayed(self, peer: bytes, count: int) -> None:
+        """Bytes on their way to a peer."""
+        circuit = self._circuits.get(peer)
+        if circuit is not None:
+            circuit.carry(count)
+
+    # --- behind NAT ---
+
+    def relay(self, limits: RelayLimits, admits: Callable[[bytes], bool]) -> None:
+        self._relay = (limits, admits)
+        self.places = Places(limits)
+
+    async def reserve(self, relay: str, *, seconds: float) -> Reservation:
+        via = Address.parse(relay)
+        with trio.move_on_after(seconds):
+            return await self._reserve(via)
+        raise unreachable.no_answer(via, seconds)
+
+    async def _reserve(self, via: Address) -> Reservation:
+        if via.node not in self._peers:
+            await self._connect(via)
+        await self._network.travel(self.node, via.node, trips=2)
+        host = self._peers[via.node]
+        if host._relay is None:
+            raise unreachable.relay_declined(via, via, "it is no relay")
+        limits, admits = host._relay
+        granted = admits(self.node) and host.places.reserve(self.node, host._is_here)
+        if not granted:
+            host._relay_refusals += 1
+            raise unreachable.relay_declined(via, via, "RESERVATION_REFUSED")
+        address = Address(via.network, via.host, via.port, self.node, via.node)
+        return Reservation(str(address), limits.reservation_seconds)
+
+    async def seen_as(self, peer: str, *, seconds: float) -> str | None:
+        target = Address.parse(peer)
+        with trio.move_on_after(seconds):
+            if target.node not in self._peers:
+                await self._connect(target)
+            hosts = [Address.parse(each).host for each in self.addresses]
+            return "behind NAT" if self._nat is not None or not hosts else hosts[0]
+        raise unreachable.no_answer(target, seconds)
+
+    def is_relayed(self, peer: bytes) -> bool:
+        return peer in self._circuits
+
+    def _is_here(self, node: bytes) -> bool:
+        return node in self._peers and node not in self._circuits
 
     def accept(self, pipe: _Pipe, protocol: str, target: Address) -> None:
         handler = self._handlers.get(protocol)
@@ -326,10 +465,15 @@ class _Host:
         peer = self._peers.pop(node, None)
         if peer is not None:
             peer._peers.pop(self.node, None)
+        if node in self._circuits:
+            self._circuits[node].end()
         for pipe in [pipe for pipe in self._pipes if pipe.remote == node]:
             pipe.hang_up(here, there)
 
     def leave(self) -> None:
+        for circuit in [each for host in self._peers.values() for each in host._circuits.values()]:
+            if circuit._relay is self:
+                circuit._one._drop(circuit._other.node, "the relay is gone", "the relay is gone")
         for node in list(self._peers):
             self._drop(node, "we closed the connection", "the peer is closing the connection")
 
@@ -355,4 +499,10 @@ class _Host:
             restarts=0,
             bytes_in=self.bytes_in,
             bytes_out=self.bytes_out,
+            reservations=self.places.reservations,
+            circuits=self.places.circuits,
+            relayed_bytes=self.relayed_bytes,
+            relay_refusals=self._relay_refusals,
+            punched=self._punched,
+            punches_failed=self._punches_failed,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from protocol.net.framing import Channel
+from protocol.net.protobuf import varint
 
 HEADER = "/multistream/1.0.0"
 NOT_AVAILABLE = "na"
@@ -28,16 +29,7 @@ class ProtocolNotSpoken(NegotiationFailed):
 
 def encode(text: str) -> bytes:
     body = text.encode() + b"\n"
-    return _varint(len(body)) + body
-
-
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
+    return varint(len(body)) + body
 
 
 async def _read_length(channel: Channel) -> int:

@@ -37,6 +37,10 @@ def no_node(target: Address, how: str) -> Unreachable:
     return _because(target, f"what answers there is no node of this network ({how})")
 
 
+def relay_declined(target: Address, via: Address, cause: str) -> Unreachable:
+    return Unreachable(f"{target} cannot be reached: the relay at {via} does not help: {cause}")
+
+
 def is_ourselves(target: Address) -> Unreachable:
     return _because(target, "it is this node itself; do two machines share one key file?")
 
