@@ -20,7 +20,7 @@ import trio
 from protocol import codec, limits
 from protocol.envelope import Signed
 from protocol.errors import Code, ConnectionLost, DeadlineExceeded, DecodeError, RemoteError, Unreachable, UsageError
-from protocol.policy import Blob
+from protocol.policy import Blob, version_name
 
 _READ_BYTES: Final = 256 * 1024
 _TRIES: Final = 3  # of one transfer that breaks off
@@ -59,7 +59,7 @@ class MirrorSource:
         return None
 
     async def manifest(self, version: int | None = None) -> Signed:
-        path = "latest.msgpack" if version is None else f"manifests/{version:06d}.msgpack"
+        path = "latest.msgpack" if version is None else f"manifests/{version_name(version)}.msgpack"
         data = await self._get(path, None, limits.REQUEST_SECONDS)
         try:
             return codec.decode(Signed, data)

@@ -116,6 +116,11 @@ class TensorPlace:
     end: int
 
 
+def version_name(version: int) -> str:
+    """SPEC 8.3.1: what folders and files of a policy version are called."""
+    return f"{version:06d}"
+
+
 def check_file_name(name: str) -> None:
     """Raise DecodeError unless `name` may be a file of a policy folder (no path, known suffix)."""
     if not _FILE_NAME.fullmatch(name) or not name.endswith(_SUFFIXES):

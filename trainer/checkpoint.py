@@ -1,10 +1,10 @@
 """What makes a learner step atomic: masters, optimiser, policy and "these groups are used" move together.
 
     learner/step-N.tmp   state.safetensors, step.json        written and flushed
-    policies/vN.tmp      the policy                          written and flushed
-    policies/vN.tmp  →  policies/vN                          renamed
+    policies/N.tmp       the policy                          written and flushed
+    policies/N.tmp   →  policies/N                           renamed
     learner/step-N.tmp → learner/step-N                      renamed: from here on the step has happened
-    deltas/vN                                                how to make the policy from earlier ones
+    deltas/N                                                 how to make the policy from earlier ones
     ledger                                                   one transaction: figures, groups used, policy N
 
 A learner killed before the second rename leaves nothing that counts, and `recover` clears it away; killed after

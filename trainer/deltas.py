@@ -1,6 +1,6 @@
 """Deltas from earlier policies to the one just made: files that wait beside it until the gateway signs what they are.
 
-    RUN/deltas/v00000012/00000011-ROOT.ulpd1     base version, root of the base
+    RUN/deltas/000012/000011-ROOT.ulpd1         base version, root of the base
 
 Each is decoded and compared with the policy before it gets its name; one that does not come out exactly, or is not
 worth it, is dropped with a reason, and nodes fetch the files. The learner makes them, between a step and telling the
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from protocol.errors import DecodeError, PolicyError
-from protocol.policy import DELTA_CODEC, Delta, blobs_of
+from protocol.policy import DELTA_CODEC, Delta, blobs_of, version_name
 from protocol.policy_delta import compare, delta_between
 from trainer.rundir import RunFolder, flush
 
@@ -25,7 +25,7 @@ from trainer.rundir import RunFolder, flush
 # versions behind needs few of them, and making them takes a third more time, not three times as much.
 SKIPS: Final = (1, 4, 16)
 _READ_BYTES: Final = 1 << 20
-_NAME: Final = re.compile(r"(\d{8})-([0-9a-f]{64})\.ulpd1")
+_NAME: Final = re.compile(r"(\d{6,20})-([0-9a-f]{64})\.ulpd1")
 
 
 def bases(version: int, on_disk: Collection[int]) -> list[int]:
@@ -42,7 +42,7 @@ def make_deltas(folder: RunFolder, version: int, roots: dict[int, bytes]) -> lis
     for base in bases(version, on_disk):
         try:
             target.mkdir(parents=True, exist_ok=True)
-            _make(folder.policy(base), folder.policy(version), target / f"{base:08d}-{roots[base].hex()}.ulpd1")
+            _make(folder.policy(base), folder.policy(version), target / _name(base, roots[base]))
         except (PolicyError, DecodeError, OSError) as error:
             said.append(f"no delta from policy {base} to {version}, nodes fetch the files: {error}")
     return said
@@ -93,4 +93,8 @@ def delta_files(folder: RunFolder, version: int) -> list[Path]:
 
 
 def delta_path(folder: RunFolder, version: int, delta: Delta) -> Path:
-    return folder.deltas(version) / f"{delta.base_version:08d}-{delta.base_root.hex()}.ulpd1"
+    return folder.deltas(version) / _name(delta.base_version, delta.base_root)
+
+
+def _name(base: int, root: bytes) -> str:
+    return f"{version_name(base)}-{root.hex()}.ulpd1"

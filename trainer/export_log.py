@@ -16,16 +16,19 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from protocol import codec
-from protocol.errors import PolicyError, StorageError, UsageError
-from protocol.policy import policy_files
+from protocol.errors import PolicyError, UsageError
+from protocol.outputs import replace, unwritable
+from protocol.policy import policy_files, version_name
 from trainer.child import now_ms
 from trainer.epochs import epoch_log
 from trainer.export import trace_file
 from trainer.ledger import Ledger
 from trainer.rundir import Run
+
+_FOLDERS: Final = ("epochs", "traces", "policies")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +42,24 @@ class Exported:
 
 
 def export_log(run: Run, ledger: Ledger, out: Path, *, traces: bool, policies: bool) -> Exported:
-    """Write the log, or what is new of it. Raises UsageError for a folder of another run, StorageError."""
+    """Write the log, or what is new of it. Raises UsageError for a folder of another run or of other things, and
+    for a place that cannot be written to; StorageError. What was written then says itself that it is not complete.
+    """
     try:
         return _export(run, ledger, out, traces=traces, policies=policies)
     except OSError as error:
-        raise StorageError(f"the log could not be written to {out}: {error.strerror}: {error.filename}") from None
+        raise unwritable("the log", out, error) from None
 
 
 def _export(run: Run, ledger: Ledger, out: Path, *, traces: bool, policies: bool) -> Exported:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is not a folder: name the folder that the log is to be written to")
     before = _sealed_before(run, out)
-    for name in ("epochs", "traces", "policies"):
+    for name in _FOLDERS:
         (out / name).mkdir(parents=True, exist_ok=True)
-    _write(out / "genesis.msgpack", codec.encode(run.signed_genesis))
     # A reader who finds this, or another one at the end than at the beginning, knows that files changed below him.
     _describe(run, out, before, before, complete=False)
+    replace(out / "genesis.msgpack", codec.encode(run.signed_genesis))
     # Numbers of receipts and verdicts have no gap in one state of the ledger.
     with ledger.snapshot():
         sealed = ledger.sealed()
@@ -69,6 +76,7 @@ def _sealed_before(run: Run, out: Path) -> int:
         found: dict[str, Any] = json.loads((out / "log.json").read_text(encoding="utf-8"))
         of, sealed = found["run"], int(found["sealed"])
     except FileNotFoundError:
+        _require_room(out)
         return 0
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{out / 'log.json'} is not of a log: choose another folder, or remove it") from None
@@ -77,17 +85,25 @@ def _sealed_before(run: Run, out: Path) -> int:
     return sealed
 
 
+def _require_room(out: Path) -> None:
+    """What lies in a folder without a log is of an export that never got as far as that, or somebody else's."""
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    others = sorted(name for name in names if name not in (*_FOLDERS, "genesis.msgpack") and name[:1] != ".")
+    if others:
+        raise UsageError(f"{out} holds other things ({others[0]}): choose an empty folder, or one of this run's log")
+
+
 def _describe(run: Run, out: Path, epochs: int, sealed: int, *, complete: bool) -> None:
     table = {"spec": "1.0", "run": run.run.hex(), "epochs": epochs, "sealed": sealed}
     text = json.dumps({**table, "complete": complete, "written_ms": now_ms()})
-    _write(out / "log.json", (text + "\n").encode())
+    replace(out / "log.json", (text + "\n").encode())
 
 
 def _write_epochs(ledger: Ledger, folder: Path, first: int) -> int:
     """The epochs from `first` on; how many there are in all."""
     version = first
     while (log := epoch_log(ledger, version)) is not None:
-        _write(folder / f"{version:06d}.msgpack", codec.encode(log))
+        replace(folder / f"{version_name(version)}.msgpack", codec.encode(log))
         version += 1
     return version
 
@@ -104,7 +120,7 @@ def _write_traces(run: Run, ledger: Ledger, folder: Path, version: int, known: b
             continue  # pruned meanwhile
         data = trace_file(run, ledger, row)
         if not path.exists() or path.read_bytes() != data:
-            _write(path, data)
+            replace(path, data)
             count += 1
     return count
 
@@ -112,7 +128,7 @@ def _write_traces(run: Run, ledger: Ledger, folder: Path, version: int, known: b
 def _copy_policies(run: Run, folder: Path, epochs: int) -> int:
     count = 0
     for version in run.folder.versions():
-        target = folder / f"{version:06d}"
+        target = folder / version_name(version)
         if version >= epochs or target.exists():
             continue
         making = folder / f".{target.name}.new"
@@ -121,16 +137,12 @@ def _copy_policies(run: Run, folder: Path, epochs: int) -> int:
         try:
             for path in policy_files(run.folder.policy(version)):
                 shutil.copyfile(path, making / path.name)
+            os.rename(making, target)
         except (PolicyError, FileNotFoundError):  # pruned meanwhile
             shutil.rmtree(making)
             continue
-        os.rename(making, target)
+        except BaseException:  # a full disk, Ctrl-C: what is half there would take the room of the next try
+            shutil.rmtree(making, ignore_errors=True)
+            raise
         count += 1
     return count
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, as a reader sees it."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(data)
-    beside.replace(path)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from protocol import codec
 from protocol.envelope import Signed
-from protocol.errors import PolicyError, StorageError, UsageError
-from protocol.policy import Manifest, blobs_in
+from protocol.errors import PolicyError, UsageError
+from protocol.outputs import replace, unwritable
+from protocol.policy import Manifest, blobs_in, version_name
 from trainer.ledger import Ledger
 from trainer.rundir import Run
 from trainer.shelf import Shelf, read_blob
@@ -41,7 +42,7 @@ def write_mirror(run: Run, ledger: Ledger, out: Path) -> Mirrored:
     try:
         return _write_mirror(run, ledger, out)
     except OSError as error:
-        raise StorageError(f"the mirror could not be written: {error.strerror}: {error.filename}") from None
+        raise unwritable("the mirror", out, error) from None
 
 
 def _write_mirror(run: Run, ledger: Ledger, out: Path) -> Mirrored:
@@ -62,14 +63,16 @@ def _write_mirror(run: Run, ledger: Ledger, out: Path) -> Mirrored:
             del published[version]  # the learner removed it meanwhile
             continue
         kept |= digests
-        _write(out / "manifests" / f"{version:06d}.msgpack", codec.encode(signed))
+        replace(out / "manifests" / f"{version_name(version)}.msgpack", codec.encode(signed))
     latest = max(published)
-    _write(out / "latest.msgpack", codec.encode(published[latest]))
+    replace(out / "latest.msgpack", codec.encode(published[latest]))
     return Mirrored(len(published), latest, written, _remove_old(out, set(published), kept))
 
 
 def _claim(run: Run, out: Path) -> None:
     """Make the folder, or see that it is this run's: what is old in it is removed."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is not a folder: give --mirror the folder to write to")
     if out.is_dir() and any(out.iterdir()):
         try:
             theirs = (out / _RUN_NAME).read_text(encoding="ascii").strip()
@@ -97,7 +100,7 @@ def _write_blob(shelf: Shelf, digest: bytes, out: Path) -> bool:
     place = shelf.blob(digest)
     assert place is not None
     path.parent.mkdir(exist_ok=True)
-    _write(path, read_blob(place))
+    replace(path, read_blob(place))
     return True
 
 
@@ -113,10 +116,3 @@ def _remove_old(out: Path, versions: set[int], kept: set[bytes]) -> int:
 
 def _digest(path: Path) -> bytes:
     return bytes.fromhex(path.name)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, as a reader sees it."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(data)
-    beside.replace(path)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protocol.errors import PolicyError
 from protocol.policy import policy_files, policy_root, read_safetensors
-from trainer.rundir import RunFolder, flush
+from trainer.rundir import RunFolder, flush, versions_in
 
 
 def tensor_names(policy: Path) -> frozenset[str]:
@@ -61,7 +61,8 @@ def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
 def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:
     """Remove published policies older than the newest `keep`, and the deltas that lead to them: no node, audit or
     learner may need them."""
-    oldest = folder.policy(max(0, newest - keep + 1)).name
-    for path in (*folder.policies.glob("v*"), *folder.deltas(newest).parent.glob("v*")):
-        if path.name < oldest:
-            shutil.rmtree(path)
+    oldest = max(0, newest - keep + 1)
+    for of in (folder.policy, folder.deltas):
+        for version in versions_in(of(newest).parent):
+            if version < oldest:
+                shutil.rmtree(of(version))

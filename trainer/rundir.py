@@ -2,9 +2,9 @@
 
     RUN/config.toml  genesis.msgpack  address  port  page  ledger.sqlite  lock  *.lock
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
-    RUN/policies/v00000012/                published policies, Hugging Face folders in bfloat16
-    RUN/deltas/v00000012/*.ulpd1           how to make one from an earlier one
-    RUN/learner/step-00000012/             float32 masters, optimiser state, the batch that was used
+    RUN/policies/000012/                   published policies, Hugging Face folders in bfloat16
+    RUN/deltas/000012/*.ulpd1              how to make one from an earlier one
+    RUN/learner/step-000012/               float32 masters, optimiser state, the batch that was used
     RUN/quarantine/DIGEST.msgpack          traces that auditors died on, for a person to look at
     RUN/logs/*.log
 
@@ -20,7 +20,9 @@ from pathlib import Path
 
 from protocol import codec, identity
 from protocol.envelope import Signed
-from protocol.errors import DecodeError, KeyFileError, UsageError
+from protocol.errors import KeyFileError, RemoteError, UsageError
+from protocol.outputs import cause
+from protocol.policy import version_name
 from protocol.run import Genesis, open_genesis, run_id
 from trainer.config import TrainerConfig, load_config
 
@@ -90,20 +92,25 @@ class RunFolder:
         return self.path / "logs"
 
     def policy(self, version: int) -> Path:
-        return self.policies / f"v{version:08d}"
+        return self.policies / version_name(version)
 
     def deltas(self, version: int) -> Path:
         """The deltas that lead to policy `version`."""
-        return self.path / "deltas" / f"v{version:08d}"
+        return self.path / "deltas" / version_name(version)
 
     def versions(self) -> list[int]:
         """The policy versions on disk, oldest first."""
-        names = (path.name[1:] for path in self.policies.glob("v*") if path.is_dir())
-        return sorted(int(name) for name in names if name.isdecimal())
+        return versions_in(self.policies)
 
     def step(self, version: int) -> Path:
         """The learner's state after it made policy `version`."""
-        return self.learner / f"step-{version:08d}"
+        return self.learner / f"step-{version_name(version)}"
+
+
+def versions_in(folder: Path) -> list[int]:
+    """Which versions have a folder there, oldest first."""
+    found = (path.name for path in folder.glob("*") if path.is_dir())
+    return sorted(int(name) for name in found if name.isascii() and name.isdecimal())
 
 
 def flush(path: Path) -> None:
@@ -129,13 +136,32 @@ class Run:
 def open_run(path: Path) -> Run:
     """Read config and genesis. Raises UsageError when the folder is not a run."""
     folder = RunFolder(path)
+    _require_run(folder)
     config = load_config(folder.config)
     try:
         signed = codec.decode(Signed, folder.genesis.read_bytes())
         genesis = open_genesis(signed, run=run_id(signed))
-    except (OSError, DecodeError) as error:
-        raise UsageError(f"{folder.genesis} cannot be read ({error}): restore it from a backup") from None
+    except (OSError, RemoteError) as error:
+        raise UsageError(f"{folder.genesis} cannot be read ({cause(error)}): restore it from a backup") from None
     return Run(folder, config, genesis, signed, run_id(signed))
+
+
+def _require_run(folder: RunFolder) -> None:
+    path, is_made = folder.path, "a run is the folder that `rltrainer init` makes"
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, and {is_made}: give that folder")
+    if not path.exists():
+        raise UsageError(
+            f"there is no folder {path}: give the folder of a run, or make one with `rltrainer init {path}`"
+        )
+    missing = [file.name for file in (folder.config, folder.genesis, folder.ledger) if not file.exists()]
+    if len(missing) == 3:
+        raise UsageError(
+            f"{path} is not a run, it has no {missing[0]}: {is_made}; give that folder, or make one with "
+            "`rltrainer init FOLDER`"
+        )
+    if missing:
+        raise UsageError(f"the run {path} has no {' and no '.join(missing)}: restore it from a backup")
 
 
 def load_run_identity(run: Run) -> identity.Identity:
@@ -176,7 +202,7 @@ def load_secrets(run: Run) -> Secrets:
             raise KeyFileError(f"the secrets {path} can be read by other users: run chmod 600 {path}")
         seeds, audit = (bytes.fromhex(line) for line in path.read_text(encoding="ascii").split())
     except (OSError, ValueError) as error:
-        raise KeyFileError(f"{path} cannot be read ({error}): restore it from a backup") from None
+        raise KeyFileError(f"{path} cannot be read ({cause(error)}): restore it from a backup") from None
     if len(seeds) != 32 or len(audit) != 32:
         raise KeyFileError(f"{path} should hold two lines of 64 hex digits: restore it from a backup")
     return Secrets(seeds, audit)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from protocol.errors import DecodeError, PolicyError, UsageError
-from protocol.policy import Manifest, check_manifest
+from protocol.outputs import cause
+from protocol.policy import Manifest, check_manifest, version_name
 
 MAX_INDEX_BYTES: Final = 64 * 1024
 MAX_EPOCHS: Final = 2**20  # as many values as an audit chain has
@@ -59,7 +60,7 @@ class Source(Protocol):
 
 
 def epoch_file(version: int) -> str:
-    return f"epochs/{version:06d}.msgpack"
+    return f"epochs/{version_name(version)}.msgpack"
 
 
 def trace_file(digest: bytes) -> str:
@@ -74,8 +75,15 @@ def open_source(where: str) -> Source:
     if "://" in where:
         raise UsageError(f"{where}: a log is a folder, or served by http or https")
     folder = Path(where)
-    if not folder.is_dir():
-        raise UsageError(f"no folder {folder}: give what `rltrainer export-log` wrote, or its URL")
+    expected = "give the folder that `rltrainer export-log` wrote, or the URL it is served at"
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        raise UsageError(f"there is no folder {folder}: {expected}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} cannot be read: {cause(error)}: {expected}") from None
+    if not is_folder:
+        raise UsageError(f"{folder} is a file: {expected}")
     return FolderSource(folder)
 
 
@@ -83,7 +91,10 @@ def read_index(source: Source) -> Index:
     """Raises UsageError when there is none, or it is being written."""
     text = source.read("log.json", MAX_INDEX_BYTES)
     if text is None:
-        raise UsageError("there is no log.json: this is not the log of a run, or its export never ended")
+        raise UsageError(
+            "there is no log.json: this is not the log of a run, or its export never ended; give the folder that "
+            "`rltrainer export-log` wrote, or its URL"
+        )
     try:
         table: dict[str, Any] = json.loads(text)
         run, epochs, complete = table["run"], table["epochs"], table["complete"]
@@ -105,13 +116,13 @@ class FolderSource:
         try:
             # A pipe or a device has no end, and opening one may wait for ever.
             if not stat.S_ISREG(path.stat().st_mode):
-                raise UsageError(f"{path} is not a regular file")
+                raise UsageError(f"{path} is not a regular file: export the log again")
             with path.open("rb") as file:
                 data = file.read(most + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+            raise UsageError(f"{path} cannot be read: {cause(error)}") from None
         if len(data) > most:
             raise UsageError(f"{path} has more than {most:,} bytes")
         return data
@@ -121,7 +132,7 @@ class FolderSource:
         return max((int(found[1]) for found in names if found), default=-1)
 
     def policy(self, manifest: Manifest) -> Path | None:
-        folder = self._folder / "policies" / f"{manifest.version:06d}"
+        folder = self._folder / "policies" / version_name(manifest.version)
         return folder if folder.is_dir() else None
 
     def close(self) -> None:
@@ -186,10 +197,11 @@ class WebSource:
             check_manifest(manifest)  # its names are no paths
         except DecodeError as error:
             raise PolicyError(f"its manifest is not valid: {error}") from None
+        name = version_name(manifest.version)
         self._fetched = Path(tempfile.mkdtemp(prefix="rlverify-policy-"))
         for file in manifest.files:
             with (self._fetched / file.name).open("wb") as out:
-                if not self._fetch(f"policies/{manifest.version:06d}/{file.name}", file.size, out.write):
+                if not self._fetch(f"policies/{name}/{file.name}", file.size, out.write):
                     return None
         return self._fetched
 

@@ -105,7 +105,7 @@ def test_a_policy_in_another_layout_is_fetched_whole(folder: RunFolder) -> None:
 
 def test_what_a_killed_learner_left_of_a_delta_is_made_again(folder: RunFolder) -> None:
     roots = {0: policy_root(folder.policy(0)), 1: step(folder, 1)}
-    left = folder.deltas(1) / f"00000000-{roots[0].hex()}.ulpd1.tmp"
+    left = folder.deltas(1) / f"000000-{roots[0].hex()}.ulpd1.tmp"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
     assert describe_deltas(folder, 1) == ()
@@ -121,7 +121,7 @@ def test_deltas_go_with_the_policies_they_lead_to(folder: RunFolder) -> None:
     assert [each.base_version for each in describe_deltas(folder, 4)] == [0, 3]
     prune_policies(folder, newest=5, keep=2)
     assert folder.versions() == [4, 5]
-    assert sorted(path.name for path in folder.deltas(5).parent.iterdir()) == ["v00000004", "v00000005"]
+    assert sorted(path.name for path in folder.deltas(5).parent.iterdir()) == ["000004", "000005"]
     assert [each.base_version for each in describe_deltas(folder, 4)] == [0, 3]
 
 

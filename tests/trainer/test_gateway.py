@@ -102,7 +102,7 @@ def make_run(tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="module")
 def script(template: Path) -> Script:
-    return Script(template / "policies" / "v00000000")
+    return Script(template / "policies" / "000000")
 
 
 async def refusal(client: Client, request: Any, cls: type = messages.Submitted) -> Refused:

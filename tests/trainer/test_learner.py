@@ -111,7 +111,7 @@ def test_a_learner_started_anew_goes_on_exactly_where_the_other_stopped(
     roots = [[policy_root(each.folder.policy(version)) for version in range(4)] for each in (run, again)]
     assert roots[0] == roots[1] and len(set(roots[0])) == 4
     assert batches(ledger) == batches(other)
-    assert sorted(path.name for path in run.folder.learner.iterdir()) == ["step-00000002", "step-00000003"]
+    assert sorted(path.name for path in run.folder.learner.iterdir()) == ["step-000002", "step-000003"]
 
 
 def test_the_policy_that_scores_is_the_masters_in_bfloat16(made: tuple[Run, Ledger]) -> None:

@@ -60,6 +60,6 @@ def test_only_the_newest_policies_are_kept(tmp_path: Path) -> None:
     for version in range(12):
         folder.policy(version).mkdir(parents=True)
     prune_policies(folder, newest=11, keep=3)
-    assert sorted(path.name for path in folder.policies.iterdir()) == ["v00000009", "v00000010", "v00000011"]
+    assert sorted(path.name for path in folder.policies.iterdir()) == ["000009", "000010", "000011"]
     prune_policies(folder, newest=11, keep=30)
     assert len(list(folder.policies.iterdir())) == 3

@@ -61,7 +61,7 @@ def run(tmp_path: Path, template: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def script(template: Path) -> Script:
-    return Script(template / "policies" / "v00000000")
+    return Script(template / "policies" / "000000")
 
 
 async def refused(trainer: Trainer, client: Client, script: Script) -> tuple[Lease, bytes, Verdict]:

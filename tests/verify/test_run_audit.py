@@ -310,7 +310,7 @@ def test_what_cannot_be_used_is_said_and_is_no_verdict(
         assert main(["audit", str(where)]) == 2
         return capsys.readouterr().err
 
-    assert "no folder" in refusal(tmp_path / "nowhere")
+    assert "there is no folder" in refusal(tmp_path / "nowhere")
     assert "served by http or https" in refusal("ftp://127.0.0.1/log")
     folder = log.write(tmp_path / "log")
     index = folder / "log.json"

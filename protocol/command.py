@@ -1,0 +1,62 @@
+"""How the three commands end: the exit codes that they share, and what is said when one cannot go on.
+
+Not here: arguments, what is done, and the codes that one command alone has (each package's cli.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from protocol.errors import RLCommonsError, StorageError
+from protocol.outputs import FULL, cause
+
+FAULT: Final = 3  # of this machine, or of this program
+INTERRUPTED: Final = 130  # 128 + SIGINT, as a shell reports it
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE
+
+# For the exit codes that `--help` lists.
+ENDINGS: Final = f"""\
+  {INTERRUPTED}  interrupted by Ctrl-C
+  {BROKEN_PIPE}  whoever read the output went away (`| head`)
+"""
+
+
+def carry_out(program: str, command: Callable[[], int], failed: Callable[[RLCommonsError], int]) -> int:
+    """The exit code of a command; `failed` says an error to the person and gives its code.
+
+    A bug of ours is shown whole and ends with FAULT: Python's own code for it is 1, which means something else here.
+    """
+    try:
+        code = command()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+    except RLCommonsError as error:
+        return failed(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit as end:  # how rich ends a program whose reader has gone; arguments were read before
+        return BROKEN_PIPE if end.code == 1 else FAULT
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            _drop_output()
+            told = f"the output cannot be written: {cause(error)}: make room, or send it elsewhere"
+            return failed(StorageError(told))
+        traceback.print_exc()
+        print(f"{program}: this is a bug of {program}; please report the lines above", file=sys.stderr)
+        return FAULT
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere: else the interpreter's end would fail over it."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # no descriptor below it
+        return
