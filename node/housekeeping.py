@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,11 +22,14 @@ from node.store import (
     HeldPolicy,
     Home,
     folder_bytes,
+    half_written,
     lock_holder,
     read_held,
     read_leases,
     read_status,
     read_unsent,
+    remove_folder,
+    sweep,
 )
 
 # What a running node may turn to next; see keep_versions in config.py.
@@ -127,7 +129,8 @@ def verify(home: Path) -> Iterator[Damage]:
     """Reads and hashes everything; yields what is not what its name says."""
     for folder in run_folders(home):
         for held in _held(folder):
-            if not held.is_intact():
+            # A running node may just have removed it, its name first.
+            if not held.is_intact() and held.folder.exists():
                 yield Damage(str(held.folder), f"policy {held.version} is not what was signed")
         for path in _pieces(folder):
             with contextlib.suppress(FileNotFoundError):  # a running node may just have removed it
@@ -153,7 +156,7 @@ def _collect(home: Path, *, running: bool) -> tuple[list[str], int]:
         before = folder_bytes(folder)
         for kept in _holding(home, folder, running=running).policies:
             if not kept.reasons:
-                shutil.rmtree(kept.folder, ignore_errors=True)
+                remove_folder(Path(kept.folder))
                 gone.append(f"policy {kept.version}")
         if not running:
             gone += _sweep(folder)
@@ -167,7 +170,5 @@ def _sweep(folder: Path) -> list[str]:
     old = [path for path in _pieces(folder) if path.name not in needed]
     for path in old:
         path.unlink(missing_ok=True)
-    half = list(folder.glob(f"*/*{UNFINISHED}"))
-    for path in half:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return [*([f"{len(old)} pieces"] if old else []), *([f"{len(half)} half-written files"] if half else [])]
+    half = sweep(half_written(folder))
+    return [*([f"{len(old)} pieces"] if old else []), *([f"{half} half-written files"] if half else [])]

@@ -35,6 +35,7 @@ from protocol import codec, identity, limits
 from protocol.envelope import Signed
 from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError, UsageError
 from protocol.lease import Lease
+from protocol.outputs import cause
 from protocol.policy import Delta, Manifest, PolicyFile, policy_root
 from protocol.policy_delta import fill
 from protocol.run import RunAddress
@@ -67,7 +68,8 @@ def _named(what: str, path: Path, needed: int = 0) -> Iterator[None]:
 
 def write_whole(path: Path, data: bytes, what: str, *, lasting: bool = True) -> None:
     """Write `data` to `path`, whole or not at all; `lasting`: also after a power cut. Raises StorageError."""
-    beside = path.with_name(path.name + UNFINISHED)
+    # A name of this thread's own: two sources may give the same piece in the same moment.
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}{UNFINISHED}")
     with _named(what, path, len(data)):
         try:
             with beside.open("wb") as file:
@@ -82,6 +84,23 @@ def write_whole(path: Path, data: bytes, what: str, *, lasting: bool = True) -> 
             raise
         if lasting:
             _sync_folder(path.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Its name goes first: a kill midway leaves nothing that looks whole. What cannot be removed stays."""
+    aside = folder.with_name(f"{folder.name}.gone{UNFINISHED}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rename(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(paths: Iterable[Path]) -> int:
+    """Remove what a kill left half-written; how many there were."""
+    found = list(paths)
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return len(found)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -108,9 +127,10 @@ class Log:
     def __init__(self, path: Path, most_bytes: int) -> None:
         self._path = path
         self._most = most_bytes
+        self._is_torn = _ends_in_mid_line(path)  # by a kill
 
     def append(self, entry: dict[str, Any]) -> None:
-        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        line = b"\n" * self._is_torn + json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         with _named("writing the log", self._path, len(line)):
             if self._path.exists() and self._path.stat().st_size + len(line) > self._most:
                 os.replace(self._path, self._path.with_name(self._path.name + ".1"))
@@ -118,6 +138,15 @@ class Log:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
+        self._is_torn = False
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+    except OSError:
+        return False
 
 
 # --- the home ---
@@ -149,6 +178,7 @@ class Home:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        sweep(self.folder.glob(f"*{UNFINISHED}"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,7 +229,7 @@ def load_address(home: Path) -> RunAddress | None:
     except (UsageError, UnicodeDecodeError):
         raise UsageError(f"{path} is damaged: give the address again, rlnode join ADDRESS") from None
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise StorageError(f"cannot read {path}: {cause(error)}") from error
 
 
 def write_status(home: Path, status: dict[str, Any]) -> None:
@@ -288,6 +318,12 @@ class Unsent:
     policy_version: int
 
 
+def half_written(folder: Path) -> Iterator[Path]:
+    """What a kill left below a run's folder. Not its blobs: they are how a download goes on."""
+    yield from folder.glob(f"*{UNFINISHED}")
+    yield from folder.glob(f"*/*{UNFINISHED}")
+
+
 def _disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
@@ -343,7 +379,7 @@ class RunStore:
         with _named("opening the home folder", folder):
             for each in (self._blobs, self._policies, self._leases, self._outbox, self._refused):
                 each.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            sweep(half_written(folder))
         self._receipts = Log(folder / "receipts.log", config.log_bytes)
         self._verdicts = Log(folder / "verdicts.log", config.log_bytes)
         # Methods run in threads, readers may be in the middle of a loop: these two are replaced, never changed.
@@ -352,11 +388,6 @@ class RunStore:
         self.pinned: frozenset[int] = frozenset()  # versions that a delta is being applied to
         self.unsent: Mapping[bytes, Unsent] = self._read_outbox()
         self.held: Mapping[int, HeldPolicy] = self._read_policies()
-
-    def _sweep(self) -> None:
-        """What a kill left half-written. Blobs stay: they are how a download goes on."""
-        for path in self.folder.glob(f"*/*{UNFINISHED}"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- space ---
 
@@ -451,6 +482,11 @@ class RunStore:
             if path.name not in names:
                 path.unlink(missing_ok=True)
 
+    def drop_doubles(self, held: HeldPolicy) -> None:
+        """Forget pieces that lie in the files of this policy too: a kill came before they were dropped."""
+        for digest in held.places:
+            (self._blobs / digest.hex()).unlink(missing_ok=True)
+
     # --- policies ---
 
     @property
@@ -517,8 +553,9 @@ class RunStore:
                 raise
             write_whole(beside / _MANIFEST_NAME, codec.encode(signed), "storing the manifest")
             final = self._policies / name
-            if not final.exists():
-                os.rename(beside, final)
+            if final.exists():  # damaged, and could not be removed before
+                remove_folder(final)
+            os.rename(beside, final)
             _sync_folder(self._policies)
         held = _held(final, signed)
         with self._changing:
@@ -540,7 +577,7 @@ class RunStore:
         for folder in self._policies.iterdir():
             held = read_held(folder)
             if held is None:
-                shutil.rmtree(folder, ignore_errors=True)  # fetched again
+                remove_folder(folder)  # fetched again
             else:
                 found[held.version] = held
         return found
@@ -560,7 +597,7 @@ class RunStore:
             dropped = [self.held[version] for version in versions if version in self.held]
             self.held = {version: held for version, held in self.held.items() if held not in dropped}
         for held in dropped:
-            shutil.rmtree(held.folder, ignore_errors=True)
+            remove_folder(held.folder)
 
     def prune(self, in_use: Iterable[int]) -> None:
         """Keep the last few versions and those that something needs."""

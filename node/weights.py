@@ -152,6 +152,7 @@ class PolicyFollower:
         """The policy of this manifest on the disk, whole and checked."""
         held = await trio.to_thread.run_sync(self._store.check_held, manifest.version)
         if held is not None:
+            await trio.to_thread.run_sync(self._store.drop_doubles, held)
             return held
         return await self._go(manifest, signed)
 

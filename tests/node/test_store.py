@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,6 +265,28 @@ def test_logs_turn_over_at_their_size(tmp_path: Path) -> None:
         store.settle(signed.digest, receipt)
     sizes = [(tmp_path / name).stat().st_size for name in ("receipts.log", "receipts.log.1")]
     assert max(sizes) <= 4_000
+
+
+def test_a_line_that_a_kill_cut_off_spoils_no_other(tmp_path: Path) -> None:
+    RunStore(tmp_path, config()).note_verdicts([({"outcome": "ACCEPTED"}, trace()[0])], 1)
+    log = tmp_path / "verdicts.log"
+    log.write_bytes(log.read_bytes() + b'{"outcome":"ACC')
+    store = RunStore(tmp_path, config())
+    for number in (2, 3):
+        store.note_verdicts([({"outcome": number}, trace()[0])], number)
+    whole, torn, *more = log.read_text().splitlines()
+    assert torn == '{"outcome":"ACC' and [json.loads(line)["outcome"] for line in (whole, *more)] == ["ACCEPTED", 2, 3]
+
+
+def test_one_piece_may_be_stored_by_several_at_once(tmp_path: Path) -> None:
+    store, data = RunStore(tmp_path, config()), os.urandom(MAX_BLOB_BYTES)
+    digest = hashlib.sha256(data).digest()
+    for _ in range(5):
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(store.put_blob, digest, data) for _ in range(4)]:
+                done.result()
+        assert [path.name for path in (tmp_path / "blobs").iterdir()] == [digest.hex()]
+        assert store.read_blob(digest) == data
 
 
 def test_the_verdict_cursor_moves_after_the_log_is_written(tmp_path: Path) -> None:
