@@ -387,8 +387,10 @@ class _Host:
             with trio.fail_after(circuit.ANSWER_SECONDS):
                 await multistream.propose(channel, circuit.DCUTR)
             theirs = await punch.ask(channel, self._seen(muxed))
-        finally:
+        except BaseException:
             channel.abort()
+            raise
+        await channel.close()
         return await self._meet(muxed, theirs, initiator=False)
 
     async def _on_punch(self, net_stream: Any) -> None:
