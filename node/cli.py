@@ -7,9 +7,11 @@ printing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from node.config import NodeConfig
     from node.report import Report, Status
+    from protocol.run import RunAddress
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -34,7 +37,8 @@ exit codes:
        reaudit: the trainer says no; store verify: something is damaged
   2    wrong arguments, or an address or file that cannot be used
   3    a fault of this machine: disk, key file, engine
-  130  interrupted a second time, before everything was sent
+  130  interrupted by Ctrl-C (join: a second time, before everything was sent)
+  141  whoever read the output went away (`| head`)
 """
 
 
@@ -108,12 +112,13 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     commands = {"join": _join, "doctor": _doctor, "status": _status, "reaudit": _reaudit, "store": _store, "key": _key}
-    try:
-        return commands[options.command](options)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except RLCommonsError as error:
-        return _fail(error, as_json=getattr(options, "json", False))
+    return _ended(lambda: commands[options.command](options), as_json=getattr(options, "json", False))
+
+
+def _ended(command: Callable[[], int], *, as_json: bool) -> int:
+    from protocol.command import carry_out
+
+    return carry_out("rlnode", command, lambda error: _fail(error, as_json=as_json))
 
 
 def _fail(error: RLCommonsError, *, as_json: bool) -> int:
@@ -135,30 +140,32 @@ def exit_code(error: RLCommonsError) -> int:
 def _home(options: argparse.Namespace) -> Path:
     from node.config import default_home
 
-    return Path(options.home or default_home()).expanduser().absolute()
+    home = Path(options.home or default_home()).expanduser().absolute()
+    if os.path.lexists(home) and not home.is_dir():
+        raise UsageError(f"{home} is not a folder: give --home the folder that this node keeps its things in")
+    return home
 
 
 # --- join ---
 
 
 def _join(options: argparse.Namespace) -> int:
+    from protocol.net.base import Address
+
+    home = _home(options)
+    address = _address(options.address, home)
+    if address is None:
+        raise UsageError(
+            f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
+        )
+    Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
     import trio
 
     from node.config import GIB, NodeConfig, default_engine, default_threads
     from node.display import shown
     from node.mirror import check_mirror
     from node.report import Status
-    from node.store import load_address
-    from protocol.net.base import Address
-    from protocol.run import RunAddress
 
-    home = _home(options)
-    address = RunAddress.parse(options.address) if options.address else load_address(home)
-    if address is None:
-        raise UsageError(
-            f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
-        )
-    Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
     for url in options.mirror:
         check_mirror(url)
     on_gpu = options.gpu is not None
@@ -177,11 +184,13 @@ def _join(options: argparse.Namespace) -> int:
         **{name: value for name, value in asked.items() if value is not None},
     )
     status = Status()
-    try:
+
+    def work() -> int:
         with shown(status, as_json=options.json, out=sys.stdout) as report:
-            code = trio.run(_join_until_signalled, config, report, status)
-    except RLCommonsError as error:
-        code = _fail(error, as_json=options.json)
+            code: int = trio.run(_join_until_signalled, config, report, status)
+            return code
+
+    code = _ended(work, as_json=options.json)
     _leave_threads_behind(code)
     return code
 
@@ -195,9 +204,18 @@ def _leave_threads_behind(code: int) -> None:
     from node.tasks import THREAD_NAME as ENVIRONMENT_THREAD
 
     if any(thread.name in (ENGINE_THREAD, ENVIRONMENT_THREAD) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, AttributeError):  # nobody reads it any more, or it was never open
+                stream.flush()
         os._exit(code)
+
+
+def _address(text: str | None, home: Path) -> RunAddress | None:
+    """The run's: as given, or as remembered."""
+    from node.store import load_address
+    from protocol.run import RunAddress
+
+    return load_address(home) if text is None else RunAddress.parse(text)
 
 
 async def _join_until_signalled(config: NodeConfig, report: Report, status: Status) -> int:
@@ -247,12 +265,10 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from node.doctor import examine
-    from node.store import load_address
-    from protocol.run import RunAddress
-
     home = _home(options)
-    address = RunAddress.parse(options.address) if options.address else load_address(home)
+    address = _address(options.address, home)
+    from node.doctor import examine
+
     device = "cpu" if options.gpu is None else f"cuda:{options.gpu}"
     worst = OK
     for finding in examine(home, address, device):
@@ -265,14 +281,15 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _reaudit(options: argparse.Namespace) -> int:
-    from node.display import json_lines, plain_lines
-    from node.reaudit import ask_alone, find_trace, hand_over
     from node.store import Home, load_address, lock_holder, run_folder
 
     home = _home(options)
     address = load_address(home)
     if address is None:
         raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
+    from node.display import json_lines, plain_lines
+    from node.reaudit import ask_alone, find_trace, hand_over
+
     folder = run_folder(home, address.run)
     digest = find_trace(folder, options.digest)
     if lock_holder(home) is not None:

@@ -21,8 +21,8 @@ def foremost() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         errors = [each for each in _leaves(group) if isinstance(each, Exception)]
-        if not errors:
-            raise
+        if not errors:  # Ctrl-C, or how rich ends a program whose reader has gone
+            raise next(_leaves(group)) from None
         raise min(errors, key=_rank) from None
 
 

@@ -26,6 +26,7 @@ from protocol.environments import base
 from protocol.errors import EngineError, UsageError
 from protocol.lease import Lease
 from protocol.limits import NODE_EVIDENCE_NATS, PROOF_CHUNK_TOKENS, PROOF_MIN_JUDGED_TOKENS, PROOF_TOP_K
+from protocol.outputs import write_whole
 from protocol.policy import policy_root
 from protocol.trace import Trace
 from protocol.verdict import Outcome
@@ -187,12 +188,7 @@ def carry_out(order: Order, created_ms: int) -> Calibration:
         tokens=order.tokens,
         trusted=[(each.trace, each.lease) for each in evidence],
     )
-    signer = _key(order.key)
-    try:
-        with order.out.open("xb") as file:
-            file.write(codec.encode(seal(signer, calibration)))
-    except OSError as error:
-        raise UsageError(f"cannot write {order.out}: {error.strerror}") from None
+    write_whole("the calibration", order.out, codec.encode(seal(_key(order.key), calibration)))
     return calibration
 
 
@@ -206,7 +202,9 @@ def _trusted(folder: Path, policy: Path) -> list[Evidence]:
     """The trace files of a folder, each of the policy and accepted by the checks that need no model."""
     paths = sorted(folder.glob("*.msgpack")) if folder.is_dir() else []
     if not paths:
-        raise UsageError(f"there are no trace files (*.msgpack) in {folder}")
+        raise UsageError(
+            f"there are no trace files (*.msgpack) in {folder}: give a folder of what `rltrainer export-trace` wrote"
+        )
     root = policy_root(policy)
     found: list[Evidence] = []
     for path in paths:

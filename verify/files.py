@@ -16,6 +16,7 @@ from protocol.envelope import Signed, unseal
 from protocol.errors import RemoteError, UsageError
 from protocol.lease import Lease, check_lease
 from protocol.limits import MAX_TRACE_BYTES
+from protocol.outputs import cause
 from protocol.policy import policy_root
 from protocol.run import Genesis, open_genesis, run_id
 from protocol.trace import Trace, TraceFile
@@ -24,6 +25,11 @@ from verify.thresholds import above_ceilings
 
 # A trace, its lease with a prompt of the greatest length, and the small objects beside them.
 MAX_FILE_BYTES = MAX_TRACE_BYTES + 1024 * 1024
+
+# What to do about a file that is not what it was given for.
+_TRACE = "give a file that `rltrainer export-trace` wrote, or have it written again"
+_VERDICT = "give a file that `rltrainer export-trace --verdict` wrote"
+_CALIBRATION = "give a file that `rlverify calibrate` or `rltrainer export-trace --calibration` wrote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +58,14 @@ def read_evidence(path: Path) -> Evidence:
     """Open a trace file. Raises UsageError when it is unreadable, is not a trace file, or holds a genesis,
     lease, receipt, verdict or calibration that is not the trainer's, or a calibration that is not the one its
     verdict names or not one to judge this trace by: then there is nothing to judge."""
-    data = _read(path, "a trace file")
+    data = _read(path, "a trace file", _TRACE)
     try:
         evidence = _open(codec.decode(TraceFile, data))
     except RemoteError as error:
-        raise UsageError(f"{path} cannot be judged: {error} [{error.code}]") from None
+        raise UsageError(f"{path} cannot be judged: {error} [{error.code}]: {_TRACE}") from None
     if evidence.calibration is not None:
         if evidence.verdict is not None and evidence.verdict.calibration != evidence.calibration.digest:
-            raise UsageError(f"{path} cannot be judged: its calibration is not the one its verdict names")
+            raise UsageError(f"{path} cannot be judged: its calibration is not the one its verdict names: {_TRACE}")
         _require_fit(path, evidence.calibration.calibration, evidence)
     return evidence
 
@@ -69,12 +75,12 @@ def with_verdict(evidence: Evidence, path: Path) -> Evidence:
 
     Raises UsageError when it is unreadable, or signed by another key than the run's trainer's.
     """
-    signed = _signed(path, "a verdict")
+    signed = _signed(path, "a verdict", _VERDICT)
     try:
         verdict = unseal(Verdict, signed, signer=evidence.genesis.trainer)
         check_verdict(verdict)
     except RemoteError as error:
-        raise UsageError(f"{path} is no verdict of this run's trainer: {error} [{error.code}]") from None
+        raise UsageError(f"{path} is no verdict of this run's trainer: {error} [{error.code}]: {_VERDICT}") from None
     held = evidence.calibration
     if held is not None and verdict.calibration != held.digest:
         held = None
@@ -93,33 +99,33 @@ def with_calibration(evidence: Evidence, path: Path) -> Evidence:
 
 def read_calibration(path: Path) -> Measure:
     """A Signed Calibration, of whatever signer. Raises UsageError when it is unreadable or not valid."""
-    signed = _signed(path, "a calibration")
+    signed = _signed(path, "a calibration", _CALIBRATION)
     try:
         return _measure(signed, signed.signer)
     except RemoteError as error:
-        raise UsageError(f"{path} is no calibration: {error} [{error.code}]") from None
+        raise UsageError(f"{path} is no calibration: {error} [{error.code}]: {_CALIBRATION}") from None
 
 
-def _read(path: Path, what: str) -> bytes:
+def _read(path: Path, what: str, next_step: str) -> bytes:
     try:
         found = path.stat()
         # A device has no end, and opening a pipe waits for whoever writes to it.
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(f"{path} is not a regular file: give the file that holds {what}")
         if found.st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path} has {found.st_size:,} bytes, {what} has at most {MAX_FILE_BYTES:,}")
+            raise UsageError(f"{path} has {found.st_size:,} bytes, {what} at most {MAX_FILE_BYTES:,}: {next_step}")
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {cause(error)}: {next_step}") from None
 
 
-def _signed(path: Path, what: str) -> Signed:
-    data = _read(path, what)
+def _signed(path: Path, what: str, next_step: str) -> Signed:
+    data = _read(path, what, next_step)
     try:
         return codec.decode(Signed, data)
     except RemoteError as error:
-        raise UsageError(f"{path} is not {what}: {error} [{error.code}]") from None
+        raise UsageError(f"{path} is not {what}: {error} [{error.code}]: {next_step}") from None
 
 
 def _measure(signed: Signed, signer: bytes) -> Measure:
