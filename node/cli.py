@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "address", nargs="?", metavar="ADDRESS", help="the line `rltrainer serve` prints; remembered for next time"
     )
     device = join.add_mutually_exclusive_group()
-    device.add_argument("--gpu", type=int, metavar="N", help="use CUDA device N")
+    device.add_argument("--gpu", metavar="N[,M]", help="use CUDA device N, or several together (vLLM)")
     device.add_argument("--cpu", action="store_true", help="use the processor (the default)")
     join.add_argument(
         "--engine",
@@ -70,7 +70,20 @@ def _parser() -> argparse.ArgumentParser:
         help="what draws the tokens (default: vllm on a GPU where it is installed, else transformers)",
     )
     join.add_argument("--gpu-memory", type=float, metavar="SHARE", help="of the card, for vLLM to take (default 0.85)")
-    join.add_argument("--slots", type=int, metavar="N", help="completions drawn together (default 32, on a GPU 128)")
+    join.add_argument("--max-vram", type=float, metavar="GIB", help="most for vLLM to take of each card")
+    join.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: float32 on a processor, bfloat16 on a GPU"
+    )
+    join.add_argument(
+        "--slots", type=int, metavar="N", help="completions drawn together (default: as the device has room for)"
+    )
+    join.add_argument("--nice", type=int, default=0, metavar="N", help="give way to others on this machine, 0 to 19")
+    join.add_argument(
+        "--on-new-policy",
+        choices=("finish", "drop"),
+        default="finish",
+        help="what was begun under the older one: finish it (default), or drop it and give its leases back",
+    )
     join.add_argument("--threads", type=int, metavar="N", help="of the engine on a processor (default: all)")
     join.add_argument("--listen", metavar="ADDRESS", help="for other nodes (default /ip4/0.0.0.0/tcp/0: any free port)")
     join.add_argument("--no-serve", action="store_true", help="give other nodes nothing; needs no open port")
@@ -84,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", parents=[home, as_json], help="what works, what does not, what to do")
     doctor.add_argument("address", nargs="?", metavar="ADDRESS", help="of the run (default: the one joined last)")
-    doctor.add_argument("--gpu", type=int, metavar="N", help="check CUDA device N")
+    doctor.add_argument("--gpu", metavar="N[,M]", help="check CUDA device N")
 
     commands.add_parser("status", parents=[home, as_json], help="how the node of this home is doing")
 
@@ -168,15 +181,18 @@ def _join(options: argparse.Namespace) -> int:
 
     for url in options.mirror:
         check_mirror(url)
-    on_gpu = options.gpu is not None
-    device = f"cuda:{options.gpu}" if on_gpu else "cpu"
+    device = _device(options.gpu)
     asked = {"listen": options.listen, "upload_cap": options.upload_cap, "gpu_memory": options.gpu_memory}
     config = NodeConfig(
         address=address,
         home=home,
         engine=options.engine or default_engine(device),
         device=device,
-        slots=options.slots if options.slots is not None else 128 if on_gpu else 32,
+        dtype=options.dtype,
+        slots=options.slots,
+        max_vram_bytes=None if options.max_vram is None else int(options.max_vram * GIB),
+        nice=options.nice,
+        on_new_policy=options.on_new_policy,
         threads=options.threads if options.threads is not None else default_threads(),
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
         serve=not options.no_serve,
@@ -184,6 +200,7 @@ def _join(options: argparse.Namespace) -> int:
         **{name: value for name, value in asked.items() if value is not None},
     )
     status = Status()
+    os.nice(config.nice)
 
     def work() -> int:
         with shown(status, as_json=options.json, out=sys.stdout) as report:
@@ -193,6 +210,13 @@ def _join(options: argparse.Namespace) -> int:
     code = _ended(work, as_json=options.json)
     _leave_threads_behind(code)
     return code
+
+
+def _device(gpu: str | None) -> str:
+    """Raises UsageError."""
+    from node.cards import parse_cards
+
+    return "cpu" if gpu is None else f"cuda:{','.join(map(str, parse_cards(gpu)))}"
 
 
 def _leave_threads_behind(code: int) -> None:
@@ -269,7 +293,7 @@ def _doctor(options: argparse.Namespace) -> int:
     address = _address(options.address, home)
     from node.doctor import examine
 
-    device = "cpu" if options.gpu is None else f"cuda:{options.gpu}"
+    device = _device(options.gpu)
     worst = OK
     for finding in examine(home, address, device):
         print(finding.json() if options.json else finding.line(), flush=True)

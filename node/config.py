@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from node.cards import parse_cards
 from protocol.errors import UsageError
 from protocol.run import RunAddress
 
 GIB: Final = 1024**3
 ENGINES: Final = ("transformers", "vllm")
+ON_NEW_POLICY: Final = ("finish", "drop")
 
 
 def default_home() -> Path:
@@ -45,10 +47,14 @@ class NodeConfig:
 
     # --- engine ---
     engine: str = "transformers"  # the one that runs on every machine; `rlnode join` asks default_engine
-    device: str = "cpu"  # "cpu" or "cuda:N"; a GPU is asked for by name, never taken unasked
-    slots: int = 32  # completions decoded together; a CPU gains up to about so many, memory permitting
+    device: str = "cpu"  # "cpu", "cuda:N" or "cuda:N,M"; a GPU is asked for by name, never taken unasked
+    dtype: str | None = None  # None: float32 on a CPU, where bfloat16 is slower, and bfloat16 on a GPU
+    slots: int | None = None  # completions decoded together; None: as many as the engine has room for
     threads: int = field(default_factory=default_threads)  # of the engine, on a CPU
     gpu_memory: float = 0.85  # share of the card that vLLM takes at its start; the rest is for what else runs there
+    max_vram_bytes: int | None = None  # most that vLLM takes of each card, where that is less
+    nice: int = 0  # added to this process's niceness, its children's too: for a machine that someone works at
+    on_new_policy: str = "finish"  # what is leased under the older one; "drop" gives it back and is sooner up to date
     prefetch: float = 0.5  # leases held beyond the busy slots, as a share of them: hides a round trip,
     # and no more, because a lease that waits here is a draw that grows stale
 
@@ -72,19 +78,32 @@ class NodeConfig:
     mirrors: tuple[str, ...] = ()  # URLs of static copies (rltrainer publish --mirror)
 
     # --- environments ---
-    environment_threads: int = 4  # steps run beside the engine, so that a slow tool stalls one slot only
+    environment_threads: int = 64  # answers waited for at once, beside the engine; a thread that waits costs little
     environment_seconds: float = 30.0  # one step, reward or prompt; slower is a fault of the task
 
     # --- stopping ---
     stop_seconds: float = 2.0  # on Ctrl-C: to send what is finished and give leases back
 
+    @property
+    def cards(self) -> tuple[int, ...]:
+        """CUDA devices by number; none on a CPU."""
+        return () if self.device == "cpu" else parse_cards(self.device.removeprefix("cuda:"))
+
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise UsageError(f"there is no engine '{self.engine}'; this build has: {', '.join(ENGINES)}")
-        if self.device != "cpu" and not self.device.removeprefix("cuda:").isdigit():
+        if self.device != "cpu" and not self.device.startswith("cuda:"):
             raise UsageError(f"'{self.device}' is not a device: use --cpu or --gpu N")
-        if not 1 <= self.slots <= 4096:
+        if len(self.cards) > 1 and self.engine != "vllm":
+            raise UsageError("several cards for one policy are vLLM's work: use --engine vllm, or one card (--gpu N)")
+        if self.slots is not None and not 1 <= self.slots <= 4096:
             raise UsageError(f"--slots must be 1 to 4096, not {self.slots}")
+        if self.max_vram_bytes is not None and self.max_vram_bytes < 1:
+            raise UsageError("--max-vram must be more than 0 GiB")
+        if not 0 <= self.nice <= 19:
+            raise UsageError(f"--nice is from 0 to 19, the most modest, not {self.nice}")
+        if self.on_new_policy not in ON_NEW_POLICY:
+            raise UsageError(f"--on-new-policy is finish or drop, not '{self.on_new_policy}'")
         if not 0 < self.gpu_memory <= 1:
             raise UsageError(f"--gpu-memory is a share of the card, above 0 and at most 1, not {self.gpu_memory}")
         if self.threads < 1:

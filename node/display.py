@@ -110,7 +110,8 @@ def summary(status: Status) -> str:
     policy = "none" if status.policy_version is None else str(status.policy_version)
     fetching = f"fetching {status.download}; " if status.download else ""
     return (
-        f"{fetching}policy {policy}, {status.slots_busy} of {status.slots_total} slots busy, "
+        f"{fetching}policy {policy}, {status.slots_busy} of {status.slots_total} slots busy, {status.in_flight} in "
+        f"flight, "
         f"{status.tokens.rate():.0f} tok/s, {status.traces_drawn} traces drawn, {status.traces_received} received, "
         f"{status.accepted} accepted, {refused} refused, {status.unsent} waiting{reward}"
     )
@@ -157,11 +158,7 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     if status.given_bytes:
         given, rate = size_text(status.given_bytes), size_text(int(status.giving.rate()))
         yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
-    yield (
-        "work",
-        f"{status.slots_busy}/{status.slots_total} slots, {status.leases_waiting} waiting, "
-        f"{status.tokens.rate():.0f} tok/s",
-    )
+    yield "work", _work(status.plain())
     reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
     yield (
         "traces",
@@ -171,6 +168,16 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "verdicts", f"{status.accepted} accepted, refused: {refused}"
     if status.last_refusal:
         yield "last refusal", status.last_refusal[:200]
+
+
+def _work(status: dict[str, Any]) -> str:
+    """Slots, queues, rate and cache. `status`: as Status.plain gives it."""
+    cache = status.get("cache_used")
+    return (
+        f"{status['slots_busy']}/{status['slots_total']} slots busy, {status.get('turns_waiting', 0)} queued for one, "
+        f"{status.get('in_flight', 0)} completions in flight, {status['slots_waiting']} not begun, "
+        f"{status['tokens_per_second']:.0f} tok/s" + ("" if cache is None else f", {cache:.0%} of the KV cache")
+    )
 
 
 def describe_status(status: dict[str, Any]) -> str:
@@ -185,7 +192,7 @@ def describe_status(status: dict[str, Any]) -> str:
         ("trainer", f"{status['trainer']} ({'connected' if status['connected'] else 'not connected'})"),
         ("engine", status["engine"] or "none"),
         ("policy", f"{_or_none(status['policy_version'])} (newest {_or_none(status['latest_version'])})"),
-        ("work", f"{status['slots_busy']}/{status['slots_total']} slots, {status['tokens_per_second']:.0f} tok/s"),
+        ("work", _work(status)),
         (
             "traces",
             f"{status['traces_drawn']} drawn, {status['traces_received']} received, {status['unsent_traces']} waiting "

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from node.cards import parse_cards
 from node.config import GIB
 from node.store import key_path, lock_holder, size_text
 from protocol import limits, messages
@@ -122,10 +123,11 @@ def _device(device: str) -> Finding:
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return Finding("device", Level.OK, f"cpu, {cores} processors" + (f"; also {listed}" if gpus else ""))
-    number = int(device.removeprefix("cuda:"))
-    if number < len(gpus):
-        return Finding("device", Level.OK, f"--gpu {number}: {gpus[number]}")
-    return Finding("device", Level.ACT, f"there is no CUDA device {number} ({listed or 'torch finds none'}): use --cpu")
+    for number in parse_cards(device.removeprefix("cuda:")):
+        if number >= len(gpus):
+            text = f"there is no CUDA device {number} ({listed or 'torch finds none'}): use --cpu"
+            return Finding("device", Level.ACT, text)
+    return Finding("device", Level.OK, f"--gpu {device.removeprefix('cuda:')}; here are {listed}")
 
 
 def _home_folder(home: Path) -> Finding:

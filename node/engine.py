@@ -19,6 +19,8 @@ from protocol.limits import PROOF_CHUNK_TOKENS, PROOF_TOP_K
 from protocol.noise import noise
 from protocol.trace import EngineDescriptor
 
+CPU_SLOTS: Final = 32  # where nobody says: a processor gains up to about so many, memory permitting
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
@@ -44,6 +46,24 @@ class TurnDone:
     stopped: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an engine is doing. `drawing`: turns being decoded or prefilled; `waiting`: turns without a slot yet;
+    `cache`: share of its room for keys and values in use, None where there is no fixed room."""
+
+    drawing: int = 0
+    waiting: int = 0
+    cache: float | None = None
+
+
+class EngineBroken(EngineError):
+    """Whatever is asked of this engine from now on fails: it has to be made again."""
+
+
+class OutOfMemory(EngineBroken):
+    """The device is full, and the engine cannot go on: made again with fewer slots, it may."""
+
+
 class Engine(Protocol):
     """Draws many sequences at once with the normative seeded sampler (SPEC 10).
 
@@ -53,11 +73,19 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int:
-        """Sequences decoded at once; more may be open and wait their turn. Falls when memory runs out."""
+        """Sequences decoded at once; more may be open: those that wait for an environment need none, and others
+        wait their turn. Falls when memory runs out."""
 
     @property
     def loaded_root(self) -> bytes | None:
         """Root of the policy in memory, None before the first load or after one that failed midway."""
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens that one sequence may grow to, prompt included, where this device has room for fewer than the
+        policy knows; None where the policy's own limit holds, which is every node's."""
+
+    def usage(self) -> Usage: ...
 
     def descriptor(self) -> EngineDescriptor: ...
 

@@ -7,18 +7,21 @@ what is drawn and why (worker.py), how (the engines).
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
+import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import trio
 
-from node.engine import Engine, SequenceRequest, TurnDone
+from node.engine import Engine, EngineBroken, SequenceRequest, TurnDone, Usage
 from protocol.errors import EngineError, RLCommonsError
 
 T = TypeVar("T")
 
 THREAD_NAME: Final = "rlnode engine"
+_USAGE_SECONDS: Final = 1.0  # between two looks at what the engine is doing
 _STOP_SECONDS: Final = 1.0  # for the step that is running; then the thread is left behind
 
 
@@ -56,7 +59,10 @@ class EngineThread:
         self._failure: EngineError | None = None
         self._token: trio.lowlevel.TrioToken | None = None
         self._ended = trio.Event()
+        self._looked = -math.inf
         self.slots = 0  # 0 until the engine is made
+        self.longest: int | None = None
+        self.usage = Usage()  # as of a moment ago
 
     async def run(self) -> None:
         """Make the engine and drive it until cancelled. Raises EngineError."""
@@ -149,7 +155,7 @@ class EngineThread:
         try:
             engine = self._make()
             try:
-                self.slots = engine.slots
+                self._look(engine)
                 while self._run_commands(engine):
                     if self._in_turn:
                         self._step(engine)
@@ -171,19 +177,29 @@ class EngineThread:
             command, waiter = item
             try:
                 outcome: Any = command(engine)
+            except EngineBroken as error:
+                self._post(waiter.give, error)
+                raise
             except RLCommonsError as error:
                 outcome = error
+            self._look(engine)
             self._post(waiter.give, outcome)
             wait = not self._in_turn
 
     def _step(self, engine: Engine) -> None:
         turns = engine.step()
-        self.slots = engine.slots
-        if not turns:
-            return
         for turn in turns:
             self._in_turn.discard(turn.key)
+        self._look(engine)
+        if not turns:
+            return
         self._post(self._deliver, turns)
+
+    def _look(self, engine: Engine) -> None:
+        self.slots, self.longest = engine.slots, engine.longest
+        if time.monotonic() - self._looked >= _USAGE_SECONDS or not self._in_turn:
+            self._looked = time.monotonic()
+            self.usage = engine.usage()
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._token is not None

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import trio
+
 from node.engine import SequenceRequest
 from node.engine_thread import EngineThread
 from node.leases import SlotWork
@@ -29,10 +31,19 @@ class _Turns:
     spans: list[tuple[SpanKind, tuple[int, ...]]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     replies: tuple[str, ...] = ()
+    seconds: float = 0.0  # in the engine, with waiting for a slot
 
     @property
     def used(self) -> int:
         return sum(len(ids) for _, ids in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A completion, and the seconds that it was in the engine."""
+
+    trace: Trace
+    in_turns: float
 
 
 async def draw(
@@ -42,7 +53,7 @@ async def draw(
     tasks: Tasks,
     descriptor: EngineDescriptor,
     now_ms: Callable[[], int],
-) -> Trace:
+) -> Drawn:
     """The one completion that the slot's seed allows, under the policy in the engine (`held`).
 
     Raises EngineError, EnvironmentFault, PolicyError.
@@ -53,7 +64,7 @@ async def draw(
     turns = await _play(engine, work, held, tasks)
     proofs = await engine.finish(work.key)
     reward = await tasks.ask(lease, environment.reward, lease.task_index, turns.replies)
-    return Trace(
+    trace = Trace(
         run=lease.run,
         lease_id=lease.lease_id,
         node=lease.node,
@@ -69,6 +80,7 @@ async def draw(
         started_ms=started_ms,
         finished_ms=now_ms(),
     )
+    return Drawn(trace, turns.seconds)
 
 
 async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: Tasks) -> _Turns:
@@ -77,8 +89,10 @@ async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: T
     environment, tokenizer = await tasks.environment(lease), await tasks.tokenizer(held)
     turns = _Turns()
     budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, turns.used)
+    began = trio.current_time()
     turn = await engine.first_turn(SequenceRequest(work.key, lease.prompt, work.seed, lease.temperature, budget))
     while True:
+        turns.seconds += trio.current_time() - began
         turns.spans.append((SpanKind.GENERATED, turn.tokens))
         turns.logprobs.extend(turn.logprobs)
         reply = rollout.reply_text(tokenizer, turn.tokens)
@@ -92,6 +106,7 @@ async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: T
             return turns
         turns.spans.append((SpanKind.OBSERVED, observed))
         budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, turns.used)
+        began = trio.current_time()
         turn = await engine.next_turn(work.key, observed, budget)
 
 

@@ -6,15 +6,16 @@ Everything that runs for long is started here and nowhere else. Not here: what t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from random import Random
 from typing import Final
 
 import trio
 
 from node import store as stores
+from node.cards import chosen, held, look
 from node.config import NodeConfig
-from node.engine import Engine
+from node.engine import CPU_SLOTS, Engine
 from node.failures import foremost
 from node.mirror import MirrorSource
 from node.peers import PeerBook, PeerExchange, told_addresses
@@ -33,6 +34,7 @@ from protocol.net.base import Host
 
 OpenHost = Callable[[Identity], AbstractAsyncContextManager[Host]]
 
+_GPU_SLOTS: Final = 128  # of transformers, which takes memory as it needs it and lowers them where there is none
 _STATUS_SECONDS: Final = 1.0
 _MIB: Final = 1024 * 1024
 _MOST_NODES: Final = 256  # connected to this one: each asks a few others
@@ -41,14 +43,22 @@ _PEERS_NAME: Final = "peers.msgpack"
 
 def make_engine(config: NodeConfig) -> Engine:
     """The engine that the configuration names. Raises EngineError."""
-    threads = config.threads if config.device == "cpu" else None
+    threads = None if config.cards else config.threads
     if config.engine == "vllm":
         from node.vllm_engine import VllmEngine
 
-        return VllmEngine(device=config.device, slots=config.slots, gpu_memory=config.gpu_memory, threads=threads)
+        return VllmEngine(
+            device=config.device,
+            dtype=config.dtype,
+            slots=config.slots,
+            gpu_memory=config.gpu_memory,
+            max_vram_bytes=config.max_vram_bytes,
+            threads=threads,
+        )
     from node.transformers_engine import TransformersEngine
 
-    return TransformersEngine(device=config.device, slots=config.slots, threads=threads)
+    slots = config.slots or (_GPU_SLOTS if config.cards else CPU_SLOTS)
+    return TransformersEngine(device=config.device, dtype=config.dtype, slots=slots, threads=threads)
 
 
 def open_p2p_host(config: NodeConfig) -> OpenHost:
@@ -70,7 +80,9 @@ async def join(
     make: Callable[[NodeConfig], Engine] = make_engine,
 ) -> None:
     """Work for the run at `config.address` until `stop`. Raises the RLCommonsError that ended it."""
-    with stores.Home(config.home) as home:
+    with stores.Home(config.home) as home, ExitStack() as cards:
+        if config.cards:
+            cards.enter_context(held(chosen(config.cards, await trio.to_thread.run_sync(look))))
         identity, made = home.load_or_make_identity()
         stores.save_address(config.home, config.address)
         _introduce(config, identity, made, report, status)
@@ -114,7 +126,7 @@ async def _run_parts(
         if listening:
             server.start(host)
         terms = Terms(address.run, address.trainer, identity)
-        worker = Worker(terms, config, store, lambda: make(config), clock.now_ms, report, status, random)
+        worker = Worker(terms, config, store, make, clock.now_ms, report, status, random)
 
         def ready(held: stores.HeldPolicy) -> None:
             worker.policy_ready(held)

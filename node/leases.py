@@ -109,18 +109,18 @@ class LeaseBook:
         held.slots = {slot: state for slot, state in held.slots.items() if state is _State.UNSENT}
         self._return_if_due(held)
 
-    def give_back_all(self, cause: str, *, version: int | None = None) -> int:
-        """Give back what has slots to draw (of one policy version, or all). How many leases that are."""
-        due = [
+    def give_back_all(self, cause: str, *, version: int | None = None) -> tuple[bytes, ...]:
+        """Give back what has slots to draw (of one policy version, or all). Which leases that are."""
+        due = tuple(
             held.lease.lease_id
             for held in self._held.values()
             if held.cause is None
             and (version is None or held.lease.policy_version == version)
             and any(state is not _State.UNSENT for state in held.slots.values())
-        ]
+        )
         for lease_id in due:
             self.give_back(lease_id, cause)
-        return len(due)
+        return due
 
     def _return_if_due(self, held: _Held) -> None:
         if not held.slots and held.cause is not None:

@@ -72,8 +72,11 @@ class Status:
     engine: str = ""
     policy_version: int | None = None  # in the engine
     latest_version: int | None = None  # published
-    slots_busy: int = 0
+    slots_busy: int = 0  # sequences being decoded
     slots_total: int = 0
+    turns_waiting: int = 0  # for a slot
+    in_flight: int = 0  # completions begun: in a slot, waiting for one, or for their environment
+    cache_used: float | None = None  # share of the room for keys and values; None where the engine has no fixed one
     leases_waiting: int = 0
     unsent: int = 0
     traces_drawn: int = 0
@@ -115,6 +118,9 @@ class Status:
             "latest_version": self.latest_version,
             "slots_busy": self.slots_busy,
             "slots_total": self.slots_total,
+            "turns_waiting": self.turns_waiting,
+            "in_flight": self.in_flight,
+            "cache_used": None if self.cache_used is None else round(self.cache_used, 3),
             "slots_waiting": self.leases_waiting,
             "unsent_traces": self.unsent,
             "traces_drawn": self.traces_drawn,

@@ -215,6 +215,8 @@ class TrainerLink:
             tokens_per_second=self._status.tokens.rate(),
             slots_busy=self._status.slots_busy,
             slots_total=self._status.slots_total,
+            slots_waiting=min(self._status.turns_waiting, 65_535),
+            cache_percent=None if self._status.cache_used is None else round(100 * min(1.0, self._status.cache_used)),
             unsent_traces=len(self._store.unsent),
             verdict_cursor=self._store.verdict_cursor,
         )

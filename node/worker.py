@@ -3,8 +3,9 @@
     take a lease → check it → for each slot: draw a turn, let the environment answer, again →
     proofs → reward → sign → outbox
 
-One policy at a time is in the engine: when a newer one is ready, what was leased under the old one is
-finished, then the engine swaps. Not here: talking to the trainer (session.py), the state of leases (leases.py),
+One policy at a time is in the engine: when a newer one is ready, what was leased under the old one is finished, or
+given back where the configuration says so; then the engine swaps. How many completions are in flight follows what
+they take (pace.py). Not here: talking to the trainer (session.py), the state of leases (leases.py),
 decoding (the engines).
 """
 
@@ -12,9 +13,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
 
@@ -22,10 +22,11 @@ import trio
 
 from node import episode
 from node.config import NodeConfig
-from node.engine import Engine, probe
+from node.engine import Engine, OutOfMemory, probe
 from node.engine_thread import EngineThread
 from node.failures import foremost
 from node.leases import LeaseBook, SlotWork
+from node.pace import Completion, Pace, held_at_most, most_in_flight, rollouts_in_flight
 from node.report import Event, Level, Report, Status
 from node.store import HeldPolicy, RunStore
 from node.tasks import Tasks
@@ -38,7 +39,8 @@ from protocol.lease import Lease, check_lease
 from protocol.net.backoff import backoff
 from protocol.trace import EngineDescriptor, Trace
 
-_DURATIONS_KEPT: Final = 32  # recent completions, to tell how long the next will take
+MOST_FAILURES: Final = 6  # of the engine in a row, without anything drawn between: then a person is needed
+_MOVED_ON: Final = "policy moved on"  # SPEC 9.3: so begins the cause of a lease returned for a newer policy
 
 
 def software() -> str:
@@ -63,7 +65,7 @@ class Worker:
         terms: Terms,
         config: NodeConfig,
         store: RunStore,
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[NodeConfig], Engine],
         now_ms: Callable[[], int],
         report: Report,
         status: Status,
@@ -90,7 +92,9 @@ class Worker:
         self._coming: HeldPolicy | None = None  # the policy that is being loaded
         self._engine: EngineThread | None = None
         self._tasks = Tasks(config)
-        self._durations: deque[float] = deque(maxlen=_DURATIONS_KEPT)
+        self._pace = Pace()
+        self._lease_seconds: float | None = None  # what the trainer gives a lease
+        self._slots = config.slots  # None: as many as the engine sees fit; falls when the device runs out of memory
         self._running: dict[str, trio.CancelScope] = {}  # completions in the engine, by key
         self._unkept = 0  # finished traces that are not on the disk yet
         self._stopping = False
@@ -114,14 +118,21 @@ class Worker:
             return 0
         slots = self._engine.slots
         ahead = math.ceil(slots * self._config.prefetch)
+        wanted = held_at_most(self._in_flight(self._engine), ahead, self._pace.mean(), self._lease_seconds)
         backlog = max(0, self._unkept + len(self._store.unsent) - slots)
-        missing = slots + ahead - self.book.drawing() - self.book.waiting() - backlog
-        return missing if missing >= max(1, ahead // 2) else 0
+        missing = wanted - self.book.drawing() - self.book.waiting() - backlog
+        return missing if missing >= min(wanted, max(1, ahead // 2)) else 0
+
+    def _in_flight(self, engine: EngineThread) -> int:
+        """Completions to have begun at once: more than the engine has slots, where environments take their time."""
+        most = most_in_flight(engine.slots, self._config.environment_threads)
+        return rollouts_in_flight(engine.slots, self._pace.decoding_share(), most)
 
     def versions(self) -> tuple[int, ...]:
         """Policy versions to ask leases for: the newest, and the one in the engine, whose groups others may not
         be able to finish."""
-        named = {held.version for held in (self._coming or self._loaded, self._next) if held is not None}
+        present = None if self._moves_on() else self._coming or self._loaded
+        named = {held.version for held in (present, self._next) if held is not None}
         return tuple(sorted(named))
 
     def versions_in_use(self) -> frozenset[int]:
@@ -157,6 +168,7 @@ class Worker:
         """
         lease = unseal(Lease, signed, signer=self._terms.trainer)
         check_lease(lease)
+        self._lease_seconds = (lease.deadline_ms - lease.issued_ms) / 1000
         await keep_trying(self._report, "a lease", self._store.save_lease, lease.lease_id, signed)
         cause = ""
         try:
@@ -170,11 +182,14 @@ class Worker:
     def _give_back(self, lease: Lease, cause: str) -> None:
         self._pause()
         self.book.give_back(lease.lease_id, cause[: limits.MAX_TEXT_CHARACTERS])
-        for key in [each for each in self._running if each.startswith(lease.lease_id.hex())]:
-            self._running[key].cancel()
+        self._cancel(lease.lease_id)
         level = Level.DETAIL if self._stopping else Level.WARNING
         self._say("lease_returned", f"gave a lease back: {cause}", level, lease=lease.lease_id.hex())
         self.wake()
+
+    def _cancel(self, lease_id: bytes) -> None:
+        for key in [each for each in self._running if each.startswith(lease_id.hex())]:
+            self._running[key].cancel()
 
     def _pause(self) -> None:
         """Ask for no leases for a while, longer each time in a row: the next one may well end like this one."""
@@ -190,15 +205,28 @@ class Worker:
         if held is None or held.root != lease.policy_root:
             raise PolicyError(f"this node does not hold policy {lease.policy_version}")
         present = self._coming or self._loaded
+        if self._moves_on():
+            present = self._next
         if present is not None and lease.policy_version < present.version:
-            raise PolicyError(f"policy {lease.policy_version} left the engine for version {present.version}")
+            raise PolicyError(f"{_MOVED_ON}: this node is at version {present.version}")
+        self._check_length(lease)
         await self._tasks.check_prompt(lease, held, self.trainer_software)
+
+    def _check_length(self, lease: Lease) -> None:
+        longest = None if self._engine is None else self._engine.longest
+        wanted = len(lease.prompt) + lease.max_tokens
+        if longest is not None and wanted > longest:
+            raise EngineError(
+                f"the lease may grow to {wanted} tokens ({len(lease.prompt)} of prompt and {lease.max_tokens}); this "
+                f"node's engine has room for {longest} of one sequence"
+            )
 
     # --- the engine's life ---
 
     async def run(self) -> None:
-        """Draw for ever. A broken engine is made again, after a pause that grows with each failure in a row."""
-        delays = backoff(self._random, first=1.0, cap=300.0)
+        """Draw for ever. A broken engine is made again, after a pause that grows with each failure in a row; with
+        fewer slots where memory ran out. Raises LocalError when that does not help."""
+        delays, failures = backoff(self._random, first=1.0, cap=300.0), 0
         while True:
             drawn = self._status.traces_drawn
             try:
@@ -206,20 +234,35 @@ class Worker:
             except EngineError as error:
                 if not self.described.is_set():
                     raise LocalError(str(error)) from None  # there never was an engine here
-                if self._status.traces_drawn > drawn:
-                    delays = backoff(self._random, first=1.0, cap=300.0)
+                if self._status.traces_drawn > drawn or self._lower_slots(error):
+                    delays, failures = backoff(self._random, first=1.0, cap=300.0), 0
+                failures += 1
+                given = len(self.book.give_back_all(f"the engine failed: {error}"[:1024]))
+                if failures >= MOST_FAILURES:
+                    raise LocalError(
+                        f"the engine failed {failures} times in a row and drew nothing between: {error}"
+                    ) from error
                 delay = next(delays)
-                given = self.book.give_back_all(f"the engine failed: {error}"[:1024])
+                fewer = f" with {self._slots} slots" if isinstance(error, OutOfMemory) else ""
                 self._say(
                     "engine_failed",
-                    f"{error}; {given} leases given back, the engine is made again in {delay:.0f} s",
+                    f"{error}; {given} leases given back, the engine is made again{fewer} in {delay:.0f} s",
                     Level.ERROR,
                 )
                 self.wake()
                 await trio.sleep(delay)
 
+    def _lower_slots(self, error: EngineError) -> bool:
+        """After an out-of-memory: half as many at once from now on. False where that was not it, or cannot help."""
+        if not isinstance(error, OutOfMemory) or self._status.slots_total <= 1:
+            return False
+        self._slots = self._status.slots_total // 2
+        return True
+
     async def _run_engine(self) -> None:
-        engine = EngineThread(self._make_engine, self._status.tokens.add)
+        self._pace.forget()
+        config = replace(self._config, slots=self._slots)
+        engine = EngineThread(lambda: self._make_engine(config), self._status.tokens.add)
         try:
             with foremost():
                 async with trio.open_nursery() as nursery:
@@ -240,6 +283,7 @@ class Worker:
         """Keep every slot of the engine busy, under one policy at a time."""
         while True:
             changed = self._changed
+            self._move_on()
             await self._swap_if_due(engine)
             self._give_back_expired()
             version = -1 if self._loaded is None else self._loaded.version
@@ -254,11 +298,14 @@ class Worker:
                 self.wake()
 
     def _has_free_slot(self, engine: EngineThread) -> bool:
-        return len(self._running) < engine.slots and self._unkept < engine.slots and not self._stopping
+        return len(self._running) < self._in_flight(engine) and self._unkept < engine.slots and not self._stopping
 
     def _update_status(self, engine: EngineThread) -> None:
         self._status.slots_total = engine.slots
-        self._status.slots_busy = len(self._running)
+        self._status.slots_busy = min(engine.usage.drawing, engine.slots)
+        self._status.turns_waiting = engine.usage.waiting
+        self._status.cache_used = engine.usage.cache
+        self._status.in_flight = len(self._running)
         self._status.leases_waiting = self.book.waiting()
         self._status.unsent = len(self._store.unsent)
 
@@ -273,6 +320,18 @@ class Worker:
         if leased:
             return self._store.held[min(leased)]
         return self._next if self._next is not None and self._next.version > loaded else None
+
+    def _moves_on(self) -> bool:
+        """Nothing more is drawn under the policy in the engine, because a newer one is here."""
+        if self._config.on_new_policy != "drop" or self._next is None or self._loaded is None:
+            return False
+        return self._next.version > self._loaded.version
+
+    def _move_on(self) -> None:
+        """Give back what is leased under older policies, drawn in part or not, so that the newer one can come in."""
+        if not self._moves_on() or self._next is None:
+            return
+        self._drop_older(self._next.version)
 
     async def _swap_if_due(self, engine: EngineThread) -> None:
         """Change the policy in the engine once nothing leased under the present one is left to draw."""
@@ -343,7 +402,12 @@ class Worker:
 
     def _drop_older(self, version: int) -> None:
         for older in [each for each in self.book.versions() if each < version]:
-            self.book.give_back_all(f"policy {older} left the engine for version {version}", version=older)
+            given = self.book.give_back_all(f"{_MOVED_ON}: this node is at version {version}", version=older)
+            for lease_id in given:
+                self._cancel(lease_id)
+            if given:
+                text = f"gave {len(given)} leases of policy {older} back: version {version} is here"
+                self._say("leases_returned", text)
 
     def _give_back_expired(self) -> None:
         for lease_id in self.book.expired(self._now_ms()):
@@ -353,7 +417,7 @@ class Worker:
 
     def _in_time(self, lease: Lease) -> bool:
         """Give back, now, what would be late: the trainer can lease it to a faster node."""
-        likely = sorted(self._durations)[-max(1, len(self._durations) // 10)] if self._durations else 0.0
+        likely = self._pace.longest()
         left = (lease.deadline_ms - self._now_ms()) / 1000
         if left > likely:
             return True
@@ -365,13 +429,13 @@ class Worker:
     async def _draw_slot(self, engine: EngineThread, work: SlotWork) -> None:
         """Draw one completion by its deadline and put its trace into the outbox."""
         began = trio.current_time()
-        drawn: tuple[Trace, Signed] | None = None
+        drawn: tuple[episode.Drawn, Signed] | None = None
         scope = self._running[work.key]
         scope.deadline = began + max(0.0, (work.lease.deadline_ms - self._now_ms()) / 1000)
         try:
             with scope:
                 drawn = await self._draw(engine, work)
-                self._durations.append(trio.current_time() - began)
+                self._pace.add(Completion(drawn[0].in_turns, trio.current_time() - began))
         except LocalError as error:
             self._give_back(work.lease, str(error))
         finally:
@@ -380,13 +444,13 @@ class Worker:
             self._running.pop(work.key, None)
         if drawn is not None and self.book.is_drawing(work):
             self.book.drawn(work.lease.lease_id, work.slot)
-            await self._keep(*drawn)
+            await self._keep(drawn[0].trace, drawn[1])
         self.wake()
 
-    async def _draw(self, engine: EngineThread, work: SlotWork) -> tuple[Trace, Signed]:
+    async def _draw(self, engine: EngineThread, work: SlotWork) -> tuple[episode.Drawn, Signed]:
         assert self._loaded is not None and self.descriptor is not None
-        trace = await episode.draw(engine, work, self._loaded, self._tasks, self.descriptor, self._now_ms)
-        return trace, await trio.to_thread.run_sync(episode.sealed, self._terms.identity, trace)
+        drawn = await episode.draw(engine, work, self._loaded, self._tasks, self.descriptor, self._now_ms)
+        return drawn, await trio.to_thread.run_sync(episode.sealed, self._terms.identity, drawn.trace)
 
     async def _keep(self, trace: Trace, signed: Signed) -> None:
         """Put a trace on the disk. A full one is waited for, and when many wait nothing more is drawn."""

@@ -96,6 +96,11 @@ class Calibration:
     sample: Annotated[Sample, codec.Object(Sample)]
     created_ms: Annotated[int, codec.UInt()]
 
+    @property
+    def provisional(self) -> bool:
+        """SPEC 10.6: of any engine, until its pair is measured."""
+        return not self.pair.worker_engine
+
 
 def check_calibration(calibration: Calibration) -> None:
     """SPEC 8.11: tables that are monotone and complete, limits that are none below zero. Raises DecodeError."""

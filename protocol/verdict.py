@@ -40,6 +40,7 @@ class Reason(StrEnum):
     PROOF = "PROOF"  # activations differ
     NODE_EVIDENCE = "NODE_EVIDENCE"  # within limits, but not together with the node's other traces of this policy
     # not judged
+    PAIR_EVIDENCE = "PAIR_EVIDENCE"  # as NODE_EVIDENCE or a score, by a provisional calibration
     VERIFIER_FAULT = "VERIFIER_FAULT"
     ENVIRONMENT_FAULT = "ENVIRONMENT_FAULT"
     POLICY_UNAVAILABLE = "POLICY_UNAVAILABLE"
@@ -48,12 +49,20 @@ class Reason(StrEnum):
 
 NOT_JUDGED_REASONS: Final = frozenset(
     {
+        Reason.PAIR_EVIDENCE,
         Reason.VERIFIER_FAULT,
         Reason.ENVIRONMENT_FAULT,
         Reason.POLICY_UNAVAILABLE,
         Reason.POLICY_MOVED_ON,
     }
 )
+
+
+def outcome_of(reason: Reason | None) -> Outcome:
+    """The outcome that goes with a verdict's reason (SPEC 11.2)."""
+    if reason is None:
+        return Outcome.ACCEPTED
+    return Outcome.NOT_JUDGED if reason in NOT_JUDGED_REASONS else Outcome.REFUSED
 
 
 class CheckOutcome(StrEnum):
@@ -139,12 +148,7 @@ def may_replace(later: Verdict, earlier: Verdict) -> bool:
 
 def check_verdict(verdict: Verdict) -> None:
     """SPEC 8.8: outcome, reason and checks tell one story. Raises DecodeError(MALFORMED)."""
-    if verdict.reason is None:
-        fits = verdict.outcome is Outcome.ACCEPTED
-    else:
-        of_ours = verdict.reason in NOT_JUDGED_REASONS
-        fits = verdict.outcome is (Outcome.NOT_JUDGED if of_ours else Outcome.REFUSED)
-    if not fits:
+    if verdict.outcome is not outcome_of(verdict.reason):
         raise DecodeError(Code.MALFORMED, f"a verdict cannot be {verdict.outcome} for the reason {verdict.reason}")
     if verdict.scores and (verdict.calibration is None or not verdict.audited):
         raise DecodeError(Code.MALFORMED, "a verdict with scores names no calibration, or was not audited")

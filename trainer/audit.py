@@ -161,7 +161,8 @@ class Auditor:
                 raise EngineError("recomputed logprobs are not finite")
             found_here = audit_checks(case.trace, case.lease, ours, limits_of_pair, calibration)
             self._say_refusal(case, found_here.checks)
-            result = AuditResult(found_here.checks, with_what, None, "", digest, found_here.scores)
+            provisional = calibration is not None and calibration.provisional
+            result = AuditResult(found_here.checks, with_what, None, "", digest, found_here.scores, provisional)
             answers.append(Answer(case.row.sequence, result, ours.logprobs))
         return answers
 

@@ -24,3 +24,4 @@ class AuditResult:
     error: Annotated[str, codec.Text(limits.MAX_TEXT_CHARACTERS)]
     calibration: Annotated[bytes | None, codec.Maybe(codec.Bytes(32))] = None
     scores: Annotated[tuple[float, ...], codec.Many(codec.Real(), 2 * limits.MAX_ALTERNATIVES)] = ()
+    provisional: Annotated[bool, codec.Flag()] = False  # that calibration was

@@ -2,9 +2,10 @@
 
 A pair of the project's own engine on this kind of device is measured by the auditor itself, on the run's own policy.
 For others a person measures on traces of nodes that are trusted (`rlverify calibrate`) and puts the file into
-RUN/calibrations; the gateway signs what it finds in the ledger. Until then a pair is new: judged by the ceilings,
-audited at rate 1, and a person is told. That a pair cannot be measured is this trainer's misfortune and never held
-against a node. Not here: the measuring itself (verify/calibrate.py).
+RUN/calibrations; the gateway signs what it finds in the ledger. Until then a pair is new: judged by the ceilings and,
+where those are wide, by a provisional calibration, audited at rate 1, and a person is told. That a pair cannot be
+measured is this trainer's misfortune and never held against a node. Not here: the measuring itself
+(verify/calibrate.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import CalibrationRow
 from trainer.pairs import ENGINE, own_pair, pair_name
 from trainer.rundir import Run
-from verify.calibrate import calibrate
+from verify.calibrate import calibrate, provisional
 from verify.files import Measure, read_calibration
 from verify.prefill import Verifier
 from verify.thresholds import above_ceilings, measured_dtypes
@@ -44,6 +45,7 @@ class Calibrator:
         self._name = name
         self._load = load
         self._known: dict[str, Measure] = {}
+        self._provided: dict[bytes, Measure] = {}  # digest of the one it was made from → provisional calibration
         self._looked: tuple[int, int] | None = None  # folder's change time and number of rows when last read
         self._tried: dict[str, int] = {}  # pair → policy version on which it was measured, or could not be
 
@@ -65,7 +67,23 @@ class Calibrator:
             self._try(pair, version)
         elif found is None:
             self._tell(name, f"measure it with `rlverify calibrate --traces` into {self._run.folder.calibrations}")
+            return self._provisional(pair, version)
         return self._known.get(name)
+
+    def _provisional(self, pair: Pair, version: int) -> Measure | None:
+        """SPEC 10.6: from the project's own engine in the same dtypes."""
+        own = replace(pair, worker_engine=ENGINE, worker_device=pair.verifier_device)
+        # The ceilings of two float32 engines leave nothing for scores to find.
+        if pair.worker_dtype == pair.verifier_dtype == "float32" or not self._can_imitate(own):
+            return None
+        measured = self.measure(own, version)
+        if measured is None:
+            return None
+        if measured.digest not in self._provided:
+            made = provisional(measured.calibration)
+            self._keep(made, f"provisionally, after {pair_name(own)}")
+            self._provided[measured.digest] = Measure(made, hashlib.sha256(codec.encode(made)).digest())
+        return self._provided[measured.digest]
 
     def _can_imitate(self, pair: Pair) -> bool:
         own_device = pair.worker_device == pair.verifier_device
@@ -83,7 +101,8 @@ class Calibrator:
         rows = self._ledger.calibrations()
         if self._looked != (changed, len(rows)):
             for row in rows:
-                self._known[row.pair] = Measure(codec.decode(Calibration, row.body), row.digest)
+                if not row.provisional:
+                    self._known[row.pair] = Measure(codec.decode(Calibration, row.body), row.digest)
         self._looked = (changed, len(rows))
 
     def _take(self, path: Path) -> None:
@@ -99,6 +118,8 @@ class Calibrator:
             raise UsageError("it was measured on a policy that is none of this run")
         ours = own_pair(self._run.config)
         pair = found.pair
+        if found.provisional:
+            raise UsageError("it is provisional: it names no engine that was measured")
         theirs = (pair.verifier_engine, pair.verifier_dtype, pair.verifier_device)
         if theirs != (ENGINE, pair.worker_dtype, ours.verifier_device):
             raise UsageError(f"it holds for a verifier of {' '.join(theirs)}, this trainer's are another")
@@ -110,12 +131,19 @@ class Calibrator:
         check_calibration(calibration)
         body, name = codec.encode(calibration), pair_name(calibration.pair)
         row = CalibrationRow(
-            hashlib.sha256(body).digest(), name, calibration.policy_version, calibration.created_ms, body, None
+            hashlib.sha256(body).digest(),
+            name,
+            calibration.policy_version,
+            calibration.created_ms,
+            body,
+            calibration.provisional,
+            None,
         )
         if self._ledger.add_calibration(row):
             sample = calibration.sample
             self._event("calibration", f"{name}: calibrated {how}, {sample.traces} traces, {sample.tokens} tokens")
-        self._ledger.note_pair(name, now_ms(), None)
+        if not calibration.provisional:
+            self._ledger.note_pair(name, now_ms(), None)
 
     # --- measuring ---
 

@@ -27,15 +27,7 @@ from protocol.log import Draw
 from protocol.messages import Submitted
 from protocol.run import EnvironmentShare
 from protocol.trace import Trace
-from protocol.verdict import (
-    NOT_JUDGED_REASONS,
-    Check,
-    Fingerprint,
-    Outcome,
-    Reason,
-    Receipt,
-    Verdict,
-)
+from protocol.verdict import Check, Fingerprint, Reason, Receipt, Verdict, outcome_of
 from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig
@@ -125,7 +117,7 @@ class Notary:
                 node=node,
                 policy_version=trace.policy_version,
                 policy_root=trace.policy_root,
-                outcome=_outcome(reason),
+                outcome=outcome_of(reason),
                 reason=reason,
                 audited=audited,
                 reward=reward,
@@ -136,12 +128,6 @@ class Notary:
                 judged_ms=time.time_ns() // 1_000_000,
             ),
         )
-
-
-def _outcome(reason: Reason | None) -> Outcome:
-    if reason is None:
-        return Outcome.ACCEPTED
-    return Outcome.NOT_JUDGED if reason in NOT_JUDGED_REASONS else Outcome.REFUSED
 
 
 # --- receiving (clerk) ---
@@ -402,7 +388,7 @@ class Examiner:
             return self._judged(row, trace, result.fault, cheap, dear, verifier=result.verifier, fault=fault)
         # SPEC 10.8: what this trace says together with all that the node drew under this policy.
         before = self._scores.before(row.node, row.policy_version, row.digest, result.calibration)
-        dear = with_node(result.checks, result.scores, before)
+        dear = with_node(result.checks, result.scores, before, result.provisional)
         failure = first_failure(dear)
         reason = None if failure is None else failure.reason
         reward = row.reward if reason is None else None
@@ -437,7 +423,7 @@ class Examiner:
             trace, row.digest, row.node, reason, cheap + dear, audited=audited, reward=reward, verifier=verifier,
             calibration=calibration, scores=scores,
         )  # fmt: skip
-        state = SubmissionState(_outcome(reason))
+        state = SubmissionState(outcome_of(reason))
         return Decision(
             row, state, reason, audited, reward, cheap, verdict, fault, calibration=calibration, scores=scores
         )

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from protocol import codec, identity
 from protocol.envelope import seal
 from protocol.environments import base
-from protocol.errors import DecodeError, PolicyError, UsageError
-from protocol.outputs import cause, unwritable
+from protocol.errors import DecodeError, PolicyError, StorageError, UsageError
 from protocol.policy import policy_files, policy_root
 from protocol.run import EnvironmentShare, Genesis, check_genesis
 from trainer.audit_draw import AuditChain
@@ -49,9 +48,7 @@ def init_run(
     PolicyError (a folder that is no policy, before anything is made) or StorageError.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        is_run = RunFolder(path).genesis.exists()
-        goes_on = f"`rltrainer serve {path}` goes on with it; or " if is_run else ""
-        raise UsageError(f"{path} exists already: {goes_on}choose another folder")
+        raise UsageError(f"{path} exists already: `rltrainer serve {path}` goes on with it; or choose another folder")
     source = find_policy(policy)
     check_fit(source, environments)
     with _made_whole(path) as making:
@@ -144,7 +141,7 @@ def _made_whole(path: Path) -> Iterator[Path]:
         os.rename(making, path)
         _flush_one(path.parent)
     except OSError as error:
-        raise unwritable("the run", path, error) from error
+        raise StorageError(f"the run {path} could not be made: {error}") from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
@@ -223,7 +220,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read: {cause(error)}") from None
+        raise PolicyError(f"{path} cannot be read ({error})") from None
     if not isinstance(table, dict):
         raise PolicyError(f"{path} is not a JSON object")
     return table

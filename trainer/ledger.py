@@ -204,8 +204,10 @@ class Ledger(LogOfRun):
     def add_calibration(self, row: CalibrationRow) -> bool:
         """Keep a measured calibration; False where it is known."""
         with self.write():
-            values = (row.digest, row.pair, row.policy_version, row.created_ms, row.body, row.signed)
-            added = self._db.execute("INSERT OR IGNORE INTO calibrations VALUES (?, ?, ?, ?, ?, ?)", values)
+            values = (
+                row.digest, row.pair, row.policy_version, row.created_ms, row.body, row.provisional, row.signed
+            )  # fmt: skip
+            added = self._db.execute("INSERT OR IGNORE INTO calibrations VALUES (?, ?, ?, ?, ?, ?, ?)", values)
             return added.rowcount == 1
 
     def set_signed_calibration(self, digest: bytes, signed: bytes) -> None:
@@ -259,8 +261,9 @@ class Ledger(LogOfRun):
             )
 
     def calibrated_pairs(self) -> set[str]:
-        """The pairs with a signed calibration."""
-        return {row[0] for row in self._db.execute("SELECT DISTINCT pair FROM calibrations WHERE signed IS NOT NULL")}
+        """The pairs with a signed calibration of their own."""
+        query = "SELECT DISTINCT pair FROM calibrations WHERE signed IS NOT NULL AND NOT provisional"
+        return {row[0] for row in self._db.execute(query)}
 
     # --- groups, slots, leases (gateway) ---
 
@@ -915,20 +918,26 @@ class Ledger(LogOfRun):
         tokens_per_second: float,
         slots_busy: int,
         slots_total: int,
+        slots_waiting: int,
+        cache_percent: int | None,
         unsent: int,
     ) -> None:
         with self.write():
             self._db.execute(
                 "UPDATE nodes SET last_seen_ms = ?, policy_version = ?, tokens_per_second = ?, slots_busy = ?, "
-                "slots_total = ?, unsent = ?, connected = 1 WHERE node = ?",
-                (now_ms, policy_version, tokens_per_second, slots_busy, slots_total, unsent, node),
-            )
+                "slots_total = ?, slots_waiting = ?, cache_percent = ?, unsent = ?, connected = 1 WHERE node = ?",
+                (
+                    now_ms, policy_version, tokens_per_second, slots_busy, slots_total, slots_waiting, cache_percent,
+                    unsent, node,
+                ),
+            )  # fmt: skip
 
     def lose_node(self, node: bytes | None = None) -> None:
         """A node's session ended; None: all of them (the gateway starts)."""
         with self.write():
             self._db.execute(
-                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0 WHERE ? IS NULL OR node = ?",
+                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0, slots_waiting = 0 "
+                "WHERE ? IS NULL OR node = ?",
                 (node, node),
             )
 

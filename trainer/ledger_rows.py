@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 SCHEMA = """
 CREATE TABLE policies (
@@ -86,6 +86,7 @@ CREATE INDEX audits_by_version ON verdicts(node, epoch, sequence) WHERE audited;
 CREATE TABLE calibrations (
     digest BLOB PRIMARY KEY,            -- of the canonical Calibration, as verdicts name it
     pair TEXT NOT NULL, policy_version INTEGER NOT NULL, created_ms INTEGER NOT NULL, body BLOB NOT NULL,
+    provisional INTEGER NOT NULL,       -- 1: of another pair, until this one is measured
     signed BLOB                         -- Signed; NULL until the gateway signed it
 );
 CREATE INDEX calibrations_by_pair ON calibrations(pair, created_ms);
@@ -102,6 +103,7 @@ CREATE TABLE nodes (
     software TEXT NOT NULL, engine TEXT NOT NULL, connected INTEGER NOT NULL DEFAULT 0,
     policy_version INTEGER, tokens_per_second REAL NOT NULL DEFAULT 0,
     slots_busy INTEGER NOT NULL DEFAULT 0, slots_total INTEGER NOT NULL DEFAULT 0,
+    slots_waiting INTEGER NOT NULL DEFAULT 0, cache_percent INTEGER,
     unsent INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
     expired INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
     accepted INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
@@ -261,6 +263,7 @@ class CalibrationRow:
     policy_version: int
     created_ms: int
     body: bytes
+    provisional: bool
     signed: bytes | None
 
 
@@ -335,7 +338,7 @@ def group_of(row: Any) -> GroupRow:
     return GroupRow(row[0], row[1], row[2], u64_of(row[3]), row[4], row[5], ids_of(row[6]), row[7], row[8])
 
 
-CALIBRATION_COLUMNS = "digest, pair, policy_version, created_ms, body, signed"
+CALIBRATION_COLUMNS = "digest, pair, policy_version, created_ms, body, provisional, signed"
 
 SUBMISSION_COLUMNS = (
     "s.sequence, s.digest, s.lease_id, s.group_id, s.slot, s.node, s.policy_version, s.received_ms, "

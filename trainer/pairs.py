@@ -32,5 +32,5 @@ def _pair(worker: tuple[str, str, str], config: TrainerConfig) -> Pair:
 
 def pair_name(pair: Pair) -> str:
     """One line for the ledger and for people."""
-    worker = f"{pair.worker_engine} {pair.worker_dtype} {pair.worker_device}"
+    worker = f"{pair.worker_engine or 'any engine'} {pair.worker_dtype} {pair.worker_device}".rstrip()
     return f"{worker} by {pair.verifier_engine} {pair.verifier_dtype} {pair.verifier_device}"

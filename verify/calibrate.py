@@ -52,6 +52,7 @@ _QUANTILES: Final = (0.5, 0.9, 0.99, 0.999, 1.0)
 _SIGMAS: Final = 7  # a margin is the difference of two logits: five of its standard deviations
 _LEAST_SIGMAS: Final = 5
 _SPARE: Final = 2.0  # a limit, in the largest value seen
+_FOREIGN: Final = 1.1  # mantissa means of another engine, in those of the one that was measured: vLLM has 1.06
 
 
 class TooNoisy(UsageError):
@@ -412,6 +413,19 @@ def derive(subject: Subject, measured: Sequence[Measured], imitation: Floats, cr
     )
     check_calibration(calibration)
     return calibration
+
+
+def provisional(measured: Calibration) -> Calibration:
+    """What other engines of the same dtype are judged by until somebody measures their pair: the tables of one that
+    was measured, with room for what another engine rounds otherwise, and the ceilings for limits (SPEC 10.6)."""
+    room = 2 * measured.sample.sigma
+    return replace(
+        measured,
+        pair=replace(measured.pair, worker_engine="", worker_device=""),
+        limits=limits_for(measured.pair.worker_dtype, measured.pair.verifier_dtype),
+        margins=replace(measured.margins, edges=tuple(2 * edge + room for edge in measured.margins.edges)),
+        proofs=replace(measured.proofs, edges=tuple(_FOREIGN * edge for edge in measured.proofs.edges)),
+    )
 
 
 def _too_noisy(why: str) -> str:

@@ -128,23 +128,26 @@ def audit_checks(
     return Audited(_until_failure(ordered), scores)
 
 
-def node_check(scores: Sequence[float], previous: Sequence[float]) -> Check:
+def node_check(scores: Sequence[float], previous: Sequence[float], provisional: bool = False) -> Check:
     """Step 18: the last of DEAR, for who has the run's log. scores: of this trace. previous: the sums over the
-    node's earlier traces of this policy version and calibration, empty for none."""
+    node's earlier traces of this policy version and calibration, empty for none. provisional: that calibration is."""
     from verify.scores import node_evidence
 
     found = node_evidence(previous, scores)
     detail = f"evidence of {found:.2f} nats, this trace and those before it together"
-    reason = Reason.NODE_EVIDENCE if found > NODE_EVIDENCE_NATS else None
+    told = Reason.PAIR_EVIDENCE if provisional else Reason.NODE_EVIDENCE
+    reason = told if found > NODE_EVIDENCE_NATS else None
     return as_check(Finding("node", reason, detail, found, NODE_EVIDENCE_NATS))
 
 
-def with_node(checks: tuple[Check, ...], scores: Sequence[float], previous: Sequence[float]) -> tuple[Check, ...]:
+def with_node(
+    checks: tuple[Check, ...], scores: Sequence[float], previous: Sequence[float], provisional: bool = False
+) -> tuple[Check, ...]:
     """The checks of a verdict, or DEAR alone, with `node` carried out where it may be: there are scores, and no
     earlier check failed."""
     if not scores or first_failure(checks) is not None:
         return checks
-    found = node_check(scores, previous)
+    found = node_check(scores, previous, provisional)
     return tuple(found if check.name == "node" else check for check in checks)
 
 

@@ -47,9 +47,10 @@ def score_findings(
 ) -> Iterator[Finding]:
     """The margin score and the proof score of one trace (SPEC 10.8)."""
     tokens, chunks = len(ours.margins), len(mantissa_means(ours.chunks))
+    margins, proofs = (Reason.MARGIN, Reason.PROOF) if not calibration.provisional else (Reason.PAIR_EVIDENCE,) * 2
     parts = (
-        ("margin score", Reason.MARGIN, margin_part(calibration, scores), calibration.margins, f"{tokens} tokens"),
-        ("proof score", Reason.PROOF, proof_part(calibration, scores), calibration.proofs, f"{chunks} chunks"),
+        ("margin score", margins, margin_part(calibration, scores), calibration.margins, f"{tokens} tokens"),
+        ("proof score", proofs, proof_part(calibration, scores), calibration.proofs, f"{chunks} chunks"),
     )
     offsets = trace.generated()
     for name, reason, sums, table, of in parts:

@@ -149,7 +149,8 @@ def misfit(calibration: Calibration, trace: Trace, run: bytes) -> str | None:
         return f"it was made for the run {calibration.run.hex()[:16]}…"
     pair, theirs = calibration.pair, worker_of(trace)
     measured = (pair.worker_engine, pair.worker_dtype, pair.worker_device)
-    if measured != theirs:
+    # SPEC 10.6: a provisional one is of any engine of its dtype.
+    if measured != (("", theirs[1], "") if calibration.provisional else theirs):
         return f"it holds for {' '.join(measured)}, the trace comes from {' '.join(theirs)}"
     try:
         above = above_ceilings(calibration)

@@ -18,7 +18,7 @@ from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import EngineError, EnvironmentFault, LocalError
 from protocol.lease import Lease
 from protocol.trace import Trace
-from protocol.verdict import Check, Fingerprint, Outcome, Reason
+from protocol.verdict import Check, Fingerprint, Outcome, Reason, outcome_of
 from verify.check import NO_CALIBRATION, audit_checks, cheap_checks, not_reached, unaudited
 from verify.evidence import Recomputed
 from verify.files import Evidence, receipt_fits
@@ -114,9 +114,8 @@ def judge(evidence: Evidence, policy: Path, *, device: str = "cpu", with_model: 
 
 def _judged(checks: tuple[Check, ...], *, audited: bool, reward: float | None, verifier: Verifier | None) -> Judged:
     failure = first_failure(checks)
-    outcome = Outcome.ACCEPTED if failure is None else Outcome.REFUSED
     reason, detail = (None, "") if failure is None else (failure.reason, failure.detail)
-    return Judged(outcome, reason, checks, audited, reward, fingerprint(verifier), detail)
+    return Judged(outcome_of(reason), reason, checks, audited, reward, fingerprint(verifier), detail)
 
 
 def _not_judged(reason: Reason, detail: str) -> Judged:

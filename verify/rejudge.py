@@ -22,7 +22,7 @@ from protocol.lease import Lease
 from protocol.limits import MAX_TRACE_BYTES
 from protocol.policy import Manifest, policy_root
 from protocol.trace import Trace, TraceFile
-from protocol.verdict import Check, Outcome, Receipt, Verdict
+from protocol.verdict import Check, Outcome, Receipt, Verdict, outcome_of
 from verify.check import CheapResult, audit_checks, cheap_checks, not_reached, unaudited
 from verify.files import MAX_FILE_BYTES, misfit
 from verify.finding import first_failure
@@ -252,8 +252,8 @@ def _batches(cases: Iterator[Case]) -> Iterator[list[Case]]:
 
 def _judged(checks: tuple[Check, ...], reward: float | None, verifier: Verifier | None) -> Judged:
     failure = first_failure(checks)
-    outcome, reason = (Outcome.ACCEPTED, None) if failure is None else (Outcome.REFUSED, failure.reason)
-    return Judged(outcome, reason, checks, verifier is not None, reward, fingerprint(verifier))
+    reason = None if failure is None else failure.reason
+    return Judged(outcome_of(reason), reason, checks, verifier is not None, reward, fingerprint(verifier))
 
 
 def _compare(case: Case, ours: Judged, report: Report) -> None:

@@ -142,8 +142,12 @@ def test_sequences_of_one_group_share_their_prompt_and_differ_by_seed(talkative:
     assert len({turn.tokens for turn in done.values()}) > 4
 
 
-def test_turns_keep_their_cache_and_agree_with_one_prefill_of_everything(talkative: Path, verifier: Verifier) -> None:
-    engine = make_engine(talkative)
+@pytest.mark.parametrize("slots", [8, 2])
+def test_turns_keep_their_cache_and_agree_with_one_prefill_of_everything(
+    talkative: Path, verifier: Verifier, slots: int
+) -> None:
+    """With fewer slots than sequences, those whose turn is over make room for others and are prefilled again."""
+    engine = make_engine(talkative, slots=slots)
     observations = {
         str(i): [tuple((5 * i + 2 * t + j) % 90 + 10 for j in range(3 + 4 * t)) for t in range(3)] for i in range(6)
     }

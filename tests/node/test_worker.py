@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from node.config import NodeConfig
-from node.engine import Engine, SequenceRequest, TurnDone
+from node.engine import Engine, EngineBroken, OutOfMemory, SequenceRequest, TurnDone, Usage
 from node.join import make_engine
 from node.store import RunStore, Unsent
 from protocol import codec
@@ -71,6 +71,30 @@ def test_a_swap_waits_for_what_was_leased_and_no_trace_mixes_policies(tmp_path: 
             for version in (0, 1):
                 digest = next(d for d, t in w.trainer.traces.items() if t.policy_version == version)
                 assert judged(w.trainer, digest, tmp_path) == ""
+
+    trio.run(scenario)
+
+
+def test_a_node_that_drops_gives_leases_back_when_the_policy_moves_on(tmp_path: Path) -> None:
+    other = another_policy(tmp_path / "other")
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(on_new_policy="drop")
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 16)
+            w.trainer.publish(other, 1)
+            await w.trainer.announce(1)
+            await w.trainer.until(lambda: sum(t.policy_version == 1 for t in w.trainer.traces.values()) >= 24)
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            moved_on = [lease for lease, cause in w.trainer.returned.items() if cause.startswith("policy moved on: ")]
+            assert moved_on
+            assert {w.trainer.leases[lease].policy_version for lease in moved_on} == {0}
+            await node.leave()
+            assert node.failure is None
+            for trace in w.trainer.traces.values():
+                assert trace.policy_root == w.trainer.policies[trace.policy_version].manifest.root
+            digest = next(d for d, t in w.trainer.traces.items() if t.policy_version == 1)
+            assert judged(w.trainer, digest, tmp_path) == ""
 
     trio.run(scenario)
 
@@ -166,12 +190,68 @@ def test_an_environment_that_fails_costs_its_leases_and_not_the_node(
         async with world(tmp_path) as w:
             prompt = PolicyTokenizer.load(EMBEDDED).prompt_ids(base.load("broken@1").prompt(0))
             w.trainer.lease_changes = {"environment": "broken@1", "prompt": prompt}
-            node = w.node(environment_seconds=0.2)
+            node = w.node(environment_seconds=0.2 if fault == "hangs" else 30.0)
             await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
             assert cause in next(iter(w.trainer.returned.values()))
             w.trainer.lease_changes = {}
             await w.trainer.until(lambda: len(w.trainer.traces) >= 1)
             assert node.failure is None
+
+    trio.run(scenario)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """An environment that answers after a while, as a tool over the network does."""
+
+    name: str = "slow@1"
+    max_turns: int = 2
+    max_new_tokens: int = 4
+
+    def prompt(self, index: int) -> tuple[Message, ...]:
+        return (Message("user", "remainder of 29 and 12"),)
+
+    def step(self, index: int, replies: tuple[str, ...]) -> str | None:
+        threading.Event().wait(0.3)
+        return "go on" if len(replies) < 2 else None
+
+    def reward(self, index: int, replies: tuple[str, ...]) -> float:
+        return 0.0
+
+
+class _Counting(Failing):
+    """Counts how many sequences are open at once."""
+
+    most = 0
+    open_now = 0
+
+    def open(self, request: SequenceRequest) -> None:
+        self.inner.open(request)
+        _Counting.open_now += 1
+        _Counting.most = max(_Counting.most, _Counting.open_now)
+
+    def finish(self, key: str) -> tuple[bytes, ...]:
+        _Counting.open_now -= 1
+        return self.inner.finish(key)
+
+
+def test_a_slow_environment_does_not_idle_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots, and turns that take a small part of the time: many more completions are begun than there are slots."""
+    monkeypatch.setattr(base, "BUILT_IN", {**base.BUILT_IN, "slow@1": lambda params: Slow()})
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            prompt = PolicyTokenizer.load(EMBEDDED).prompt_ids(base.load("slow@1").prompt(0))
+            w.trainer.lease_changes = {"environment": "slow@1", "prompt": prompt}
+            node = w.node(slots=2, make=lambda config: _Counting(make_engine(config), [0]))
+            await w.trainer.until(lambda: _Counting.most >= 8)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 16)
+            assert node.status.slots_total == 2 and node.status.in_flight > 2
+            assert node.failure is None and node.said("engine_failed") == []
+            await node.leave()
+            # Their slots were given to others while they waited, and all the same:
+            for digest in list(w.trainer.traces)[-4:]:
+                assert judged(w.trainer, digest, tmp_path) == ""
 
     trio.run(scenario)
 
@@ -193,6 +273,13 @@ class Failing:
     @property
     def loaded_root(self) -> bytes | None:
         return self.inner.loaded_root
+
+    @property
+    def longest(self) -> int | None:
+        return self.inner.longest
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
 
     def descriptor(self) -> EngineDescriptor:
         return self.inner.descriptor()
@@ -237,6 +324,108 @@ def test_a_broken_engine_is_made_again_and_its_leases_are_given_back(tmp_path: P
             assert node.failure is None
             digest = list(w.trainer.traces)[-1]
             assert judged(w.trainer, digest, tmp_path) == ""
+
+    trio.run(scenario)
+
+
+class _Full(Failing):
+    """An engine whose device is full once, whatever is asked of it then."""
+
+    def step(self) -> tuple[TurnDone, ...]:
+        self.steps_left[0] -= 1
+        if self.steps_left[0] == 0:
+            raise OutOfMemory("vLLM ran out of memory: tried to allocate 2.00 GiB")
+        return self.inner.step()
+
+
+def test_out_of_memory_lowers_the_slots_and_the_node_goes_on(tmp_path: Path) -> None:
+    steps_left, slots = [30], []
+
+    def make(config: NodeConfig) -> Engine:
+        slots.append(config.slots)
+        return _Full(make_engine(config), steps_left)
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=make)
+            said = await node.until_said("engine_failed")
+            assert "out of memory" in said.text and "made again with 4 slots" in said.text
+            count = len(w.trainer.traces)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 8)
+            assert slots == [8, 4]
+            assert node.failure is None and node.status.slots_total == 4
+
+    trio.run(scenario)
+
+
+class _Gone(Failing):
+    """An engine whose process ends when a sequence is finished, once: nothing steps any more to find it out."""
+
+    def finish(self, key: str) -> tuple[bytes, ...]:
+        if not key.startswith("probe") and self.steps_left[0]:
+            self.steps_left[0] = 0
+            raise EngineBroken("vLLM's process ended: killed")
+        return self.inner.finish(key)
+
+
+def test_an_engine_that_is_gone_between_two_steps_is_made_again(tmp_path: Path) -> None:
+    left = [1]
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: _Gone(make_engine(config), left))
+            said = await node.until_said("engine_failed")
+            assert "vLLM's process ended: killed" in said.text
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 8)
+            assert node.failure is None
+
+    trio.run(scenario)
+
+
+class _Hopeless(Failing):
+    """An engine that fails as soon as it draws for someone."""
+
+    def step(self) -> tuple[TurnDone, ...]:
+        turns = self.inner.step()
+        if any(not turn.key.startswith("probe") for turn in turns):
+            raise RuntimeError("the device fell off the bus")
+        return turns
+
+
+def test_an_engine_that_fails_again_and_again_ends_the_node_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.worker.MOST_FAILURES", 2)
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: _Hopeless(make_engine(config)))
+            with trio.fail_after(90):
+                await node.ended.wait()
+            assert "failed 2 times in a row and drew nothing between" in str(node.failure)
+            assert "fell off the bus" in str(node.failure)
+            assert w.trainer.traces == {}
+
+    trio.run(scenario)
+
+
+class _Short(Failing):
+    """An engine on a device with room for few tokens of one sequence."""
+
+    @property
+    def longest(self) -> int | None:
+        return 50
+
+
+def test_a_lease_longer_than_the_engine_has_room_for_is_given_back_with_the_numbers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=lambda config: _Short(make_engine(config), [0]))
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            cause = next(iter(w.trainer.returned.values()))
+            assert "the lease may grow to" in cause and "and 64)" in cause
+            assert "engine has room for 50 of one sequence" in cause
+            assert w.trainer.traces == {} and node.failure is None
 
     trio.run(scenario)
 
@@ -348,6 +537,26 @@ def test_a_policy_without_a_tokenizer_is_left_for_the_next(tmp_path: Path) -> No
             await w.trainer.announce(1)
             await w.trainer.until(lambda: len(w.trainer.traces) >= 1)
             assert node.failure is None
+
+    trio.run(scenario)
+
+
+def test_a_chat_template_that_raises_is_a_refusal_with_its_words(tmp_path: Path) -> None:
+    import shutil
+
+    stubborn = tmp_path / "stubborn"
+    shutil.copytree(EMBEDDED, stubborn)
+    (stubborn / "chat_template.jinja").write_text("{{ raise_exception('only the assistant may begin') }}")
+
+    async def scenario() -> None:
+        async with world(tmp_path, publish=False) as w:
+            prompt = PolicyTokenizer.load(EMBEDDED).prompt_ids(base.load("tools8@1").prompt(0))
+            w.trainer.lease_changes = {"prompt": prompt}
+            w.trainer.publish(stubborn, 0)
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.returned) >= 1)
+            assert "only the assistant may begin" in next(iter(w.trainer.returned.values()))
+            assert w.trainer.traces == {} and node.failure is None
 
     trio.run(scenario)
 

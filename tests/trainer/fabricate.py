@@ -79,10 +79,10 @@ class Episode:
 class Actor:
     """Draws completions of a policy folder, all episodes at once, turn by turn."""
 
-    def __init__(self, policy: Path, environment: str = ENVIRONMENT) -> None:
+    def __init__(self, policy: Path, environment: str = ENVIRONMENT, dtype: str = "float32") -> None:
         self.environment = base.load(environment)
         self.tokenizer = PolicyTokenizer.load(policy)
-        self.model = PolicyModel(policy, "float32", "cpu")
+        self.model = PolicyModel(policy, dtype, "cpu")
 
     def prompt(self, index: int) -> tuple[int, ...]:
         return self.tokenizer.prompt_ids(self.environment.prompt(index))
@@ -149,8 +149,8 @@ def _digest(*parts: object) -> bytes:
 class Gateway:
     """Writes groups of drawn completions into a run's ledger. `node` signs them all."""
 
-    def __init__(self, run: Run, ledger: Ledger, seed: int = 0) -> None:
-        self.run, self.ledger, self.seed = run, ledger, seed
+    def __init__(self, run: Run, ledger: Ledger, seed: int = 0, dtype: str = "float32") -> None:
+        self.run, self.ledger, self.seed, self.dtype = run, ledger, seed, dtype
         self.node = Identity(_digest("node", seed))
         self.trainer = load_run_identity(run)
         self.next_task = 0
@@ -159,7 +159,7 @@ class Gateway:
 
     def actor(self, version: int) -> Actor:
         if version not in self.actors:
-            self.actors[version] = Actor(self.run.folder.policy(version))
+            self.actors[version] = Actor(self.run.folder.policy(version), dtype=self.dtype)
         return self.actors[version]
 
     def draw(self, groups: int, version: int) -> list[tuple[GroupRow, list[Episode]]]:

@@ -152,7 +152,7 @@ class Client:
 
     async def beat(self) -> list[Verdict]:
         """The verdicts since the last heartbeat."""
-        beat = messages.Heartbeat(time.time_ns() // 1_000_000, 0, 12.5, 1, 4, 0, self.cursor)
+        beat = messages.Heartbeat(time.time_ns() // 1_000_000, 0, 12.5, 1, 4, 2, 35, 0, self.cursor)
         reply = await self.ask(beat, messages.HeartbeatReply)
         self.cursor = reply.verdict_cursor
         return [unseal(Verdict, signed) for signed in reply.verdicts]
@@ -226,9 +226,10 @@ class Trainer:
         by: str = "auditor-0",
         calibration: bytes | None = None,
         scores: tuple[float, ...] = (),
+        provisional: bool = False,
     ) -> int:
         """Answer every waiting audit as an auditor would: passed, or failed for `reason`. How many."""
-        result = replace(audit_result(reason), calibration=calibration, scores=scores)
+        result = replace(audit_result(reason), calibration=calibration, scores=scores, provisional=provisional)
         return answer_audits(self.ledger, result, by)
 
 
@@ -249,11 +250,14 @@ def trust(ledger: Ledger, who: Identity, audits: int) -> int:
     return ledger.last_verdict()
 
 
-def calibrate(run: Run, ledger: Ledger, engine: EngineDescriptor = ENGINE) -> bytes:
+def calibrate(run: Run, ledger: Ledger, engine: EngineDescriptor = ENGINE, provisional: bool = False) -> bytes:
     """Let the pair of this engine and the trainer's auditors be calibrated; the calibration's digest."""
     pair = pair_of(engine, run.config)
+    if provisional:
+        pair = replace(pair, worker_engine="", worker_device="")
     signed = seal(load_run_identity(run), made_up_calibration(run, pair))
-    ledger.add_calibration(CalibrationRow(signed.digest, pair_name(pair), 0, 0, signed.payload, codec.encode(signed)))
+    row = CalibrationRow(signed.digest, pair_name(pair), 0, 0, signed.payload, provisional, codec.encode(signed))
+    ledger.add_calibration(row)
     return signed.digest
 
 

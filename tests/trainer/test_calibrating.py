@@ -15,8 +15,9 @@ from protocol import codec
 from protocol.calibration import Calibration, Pair, check_calibration
 from protocol.envelope import seal
 from protocol.identity import Identity
+from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.trace import EngineDescriptor
-from protocol.verdict import CheckOutcome
+from protocol.verdict import CheckOutcome, Reason
 from tests.trainer.fabricate import ENGINE, Gateway, make_run, one_thread
 from tests.trainer.scripted_node import made_up_calibration
 from trainer.audit import Auditor
@@ -25,8 +26,10 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionState
 from trainer.pairs import own_pair, pair_name, pair_of
 from trainer.rundir import Run
-from verify.calibrate import TooNoisy
+from verify.calibrate import TooNoisy, round_to_int8
 from verify.finding import first_failure
+from verify.scores import node_evidence
+from verify.thresholds import limits_for
 
 VLLM = EngineDescriptor("vllm", "1", "float32", "cuda:NVIDIA H200", "vllm-v2")
 
@@ -113,6 +116,43 @@ def test_a_pair_that_cannot_be_measured_here_is_new_and_said_so_once(
         assert skipped == ["margin score", "proof score", "node"]
     assert len(events(ledger)) == 1 and "audited in full and judged by the ceilings" in events(ledger)[0]
     assert "rlverify calibrate --traces" in note(ledger, pair_of(VLLM, run.config))
+
+
+def test_a_bfloat16_pair_that_nobody_measured_is_scored_provisionally_and_blamed_for_nothing(
+    made: tuple[Run, Ledger, Gateway],
+) -> None:
+    run, ledger, _ = made
+    engine = replace(VLLM, dtype="bfloat16")
+    auditor = Auditor(run, ledger, "auditor-0")
+    honest = Gateway(run, ledger, seed=1, dtype="bfloat16")
+    honest.submit(honest.draw(8, 0), engine=engine)
+    while auditor.turn():
+        pass
+    rows = sorted(ledger.calibrations(), key=lambda row: row.provisional)
+    own, given = (codec.decode(Calibration, row.body) for row in rows)
+    assert given.provisional and not own.provisional and given.proofs.edges > own.proofs.edges
+    assert (given.pair.worker_engine, given.pair.worker_device) == ("", "") and given.limits == limits_for(
+        "bfloat16", "bfloat16"
+    )
+    found = results(ledger)
+    assert len(found) == 32 and all(first_failure(each.checks) is None and each.provisional for each in found)
+    assert node_evidence((), sums_of(found)) < 0, "honest traces of an engine nobody measured clear themselves"
+    # Weights rounded to int8 pass every limit of bfloat16, each by itself.
+    cheat = Gateway(run, ledger, seed=2, dtype="bfloat16")
+    round_to_int8(cheat.actor(0).model)
+    cheat.submit(cheat.draw(8, 0), engine=engine)
+    while auditor.turn():
+        pass
+    found = results(ledger)[32:]
+    failed = [check.reason for each in found if (check := first_failure(each.checks)) is not None]
+    assert node_evidence((), sums_of(found)) > NODE_EVIDENCE_NATS and set(failed) <= {Reason.PAIR_EVIDENCE}
+    name = pair_name(pair_of(engine, run.config))
+    assert ledger.calibrated_pairs() == set() and len(ledger.calibrations()) == 2
+    assert "rlverify calibrate --traces" in note(ledger, pair_of(engine, run.config)), name
+
+
+def sums_of(found: list[AuditResult]) -> tuple[float, ...]:
+    return tuple(map(sum, zip(*(each.scores for each in found), strict=True)))
 
 
 def put(run: Run, calibration: Calibration, name: str = "vllm.msgpack") -> None:

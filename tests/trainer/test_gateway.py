@@ -24,6 +24,7 @@ from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
 from protocol.errors import Code, ConnectionLost, Refused
 from protocol.lease import SeedInput, slot_seed
+from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.log import Draw
 from protocol.messages import Version
 from protocol.net.session import Session
@@ -811,6 +812,35 @@ async def test_a_node_whose_every_trace_is_slightly_off_is_refused_with_all_it_d
 
 
 @on_trio
+async def test_scores_of_a_pair_that_nobody_measured_keep_a_trace_from_the_learner_and_blame_nobody(
+    make_run: MakeRun, script: Script, tmp_path: Path
+) -> None:
+    async with trainer_at_work(run := make_run(audits=True)) as trainer, trainer.node("new engine") as client:
+        digest = calibrate(trainer.run, trainer.ledger, provisional=True)
+        (lease,) = await client.leases(2)
+        for slot, outcome, reason in (
+            (0, Outcome.ACCEPTED, None),
+            (1, Outcome.NOT_JUDGED, Reason.PAIR_EVIDENCE),
+        ):
+            await client.submit(script.trace(lease, slot))
+            while trainer.ledger.waiting_audits() == 0:
+                await client.beat()
+            trainer.audit(calibration=digest, scores=(8.0, 7.0), provisional=True)
+            (verdict,) = await client.verdicts(1)
+            check_verdict(verdict)
+            assert (verdict.outcome, verdict.reason) == (outcome, reason)
+            assert (verdict.audited, verdict.calibration, verdict.scores) == (True, digest, (8.0, 7.0))
+        failed = [check for check in verdict.checks if check.reason is not None]
+        assert [check.name for check in failed] == ["node"] and failed[0].value > NODE_EVIDENCE_NATS
+        assert trainer.ledger.audit_record(client.who.node) == (1, 0), "neither passed nor failed"
+        assert trainer.ledger.calibrated_pairs() == set()
+        assert trainer.ledger.view("SELECT * FROM events WHERE kind = 'audit'") == []
+        export_log(run, trainer.ledger, tmp_path / "log", traces=True, policies=True)
+    source = FolderSource(tmp_path / "log")
+    assert audit_run(source, Rejudge(source, None, 0, "cpu")).disagreements == []
+
+
+@on_trio
 async def test_what_an_auditor_measured_is_signed_and_stands_beside_the_verdicts(
     make_run: MakeRun, script: Script
 ) -> None:
@@ -819,7 +849,7 @@ async def test_what_an_auditor_measured_is_signed_and_stands_beside_the_verdicts
         calibration = made_up_calibration(run, pair_of(ENGINE, run.config))
         body = codec.encode(calibration)
         digest = hashlib.sha256(body).digest()
-        trainer.ledger.add_calibration(CalibrationRow(digest, pair_name(calibration.pair), 0, 0, body, None))
+        trainer.ledger.add_calibration(CalibrationRow(digest, pair_name(calibration.pair), 0, 0, body, False, None))
         while (row := trainer.ledger.calibration(digest)) is None or row.signed is None:
             await client.beat()
         signed = codec.decode(Signed, row.signed)

@@ -15,6 +15,7 @@ from example import (
     GENESIS,
     LEASE,
     MANIFEST,
+    MEMBERSHIP,
     NODE,
     NORM,
     POLICY_FILES,
@@ -506,6 +507,29 @@ def receipt() -> dict[str, Any]:
     return section.content()
 
 
+def membership() -> dict[str, Any]:
+    section = Section("8.13")
+    section.object("Membership", "membership", "a week, for the example node", MEMBERSHIP)
+    sealed = wire.encode("Signed", wire.seal(TRAINER, "Membership", MEMBERSHIP))
+    told = {"run": RUN, "trainer": TRAINER.public, "node": NODE.public, "now_ms": MEMBERSHIP["expires_ms"] - 1}
+    section.good("membership", "shown", "in its last millisecond", bytes=sealed, value=MEMBERSHIP, **told)
+    by_itself = wire.encode("Signed", wire.seal(NODE, "Membership", MEMBERSHIP))
+    for name, comment, code, raw, changes in (
+        ("by_itself", "a node that admits itself", "BAD_SIGNATURE", by_itself, {}),
+        ("other_run", "of another run than the one asked about", "WRONG_RUN", sealed, {"run": bytes(32)}),
+        ("borrowed", "shown by somebody else", "BAD_SIGNATURE", sealed, {"node": STRANGER.public}),
+        ("expired", "its time is over", "NOT_FOUND", sealed, {"now_ms": MEMBERSHIP["expires_ms"]}),
+    ):
+        section.bad("membership", name, comment, code, bytes=raw, **{**told, **changes})
+    invalid_objects(
+        section,
+        "Membership",
+        MEMBERSHIP,
+        (("node_short", "31 bytes", "MALFORMED", "node", wire.blob(bytes(31))),),
+    )
+    return section.content()
+
+
 def verdict() -> dict[str, Any]:
     section = Section("8.8")
     section.object("Verdict", "accepted", "audited and accepted", VERDICT)
@@ -515,6 +539,10 @@ def verdict() -> dict[str, Any]:
     section.object("Verdict", "refused", "one check failed, at one token", refused)
     ours = VERDICT | {"outcome": "NOT_JUDGED", "reason": "VERIFIER_FAULT", "audited": False, "checks": []}
     section.object("Verdict", "not_judged", "a fault of the verifier's", ours)
+    told = failed | {"name": "proof score", "reason": "PAIR_EVIDENCE", "value": 14.5, "limit": 13.815510557964274}
+    provisional = {"calibration": bytes(32), "scores": [14.5], "checks": [told]}
+    pair = {"outcome": "NOT_JUDGED", "reason": "PAIR_EVIDENCE", "reward": None}
+    section.object("Verdict", "not_judged_pair", "scores of an unmeasured pair", VERDICT | pair | provisional)
     many = [check | {"name": f"check {i}"} for i in range(64)]
     section.object("Verdict", "64_checks", "as many as there may be", VERDICT | {"checks": many})
 

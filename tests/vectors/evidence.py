@@ -12,6 +12,10 @@ from section import Section, invalid_objects
 def calibration() -> dict[str, Any]:
     section = Section("8.11")
     section.object("Calibration", "calibration", "of two float32 engines", CALIBRATION)
+    any_engine = CALIBRATION["pair"] | {
+        "worker_engine": "", "worker_dtype": "bfloat16", "worker_device": "", "verifier_dtype": "bfloat16"
+    }  # fmt: skip
+    section.object("Calibration", "provisional", "of any bfloat16 engine", CALIBRATION | {"pair": any_engine})
     margins = CALIBRATION["margins"]
     first, second = margins["alternatives"]
     cases: tuple[tuple[str, str, dict[str, Any]], ...] = (

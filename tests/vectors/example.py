@@ -155,6 +155,7 @@ RECEIPT = {
     "received_ms": T0 + 63_000,
     "sequence": 7,
 }
+MEMBERSHIP = {"run": RUN, "node": NODE.public, "expires_ms": T0 + 7 * 86_400_000}
 VERDICT = {
     "run": RUN,
     "trace_digest": TRACE_DIGEST,
@@ -255,6 +256,8 @@ def heartbeat() -> dict[str, Any]:
         "tokens_per_second": 12.5,
         "slots_busy": 2,
         "slots_total": 16,
+        "slots_waiting": 3,
+        "cache_percent": 40,
         "unsent_traces": 0,
         "verdict_cursor": 7,
     }
@@ -297,8 +300,17 @@ def messages_of_the_run() -> dict[str, dict[str, Any]]:
         "BlobReply": {"data": CONFIG},
         "AskAudit": {"digest": TRACE_DIGEST},
         "AuditAsked": {"granted": True, "text": "another auditor looks at it"},
-        "GetPeers": {"version": 0, "addresses": ["/ip4/203.0.113.9/tcp/4002"], "versions": [], "about": [NODE.public]},
-        "PeersReply": {"peers": [{"node": NODE.public, "addresses": ["/ip4/203.0.113.7/tcp/4001"], "versions": [0]}]},
+        "GetPeers": {
+            "version": 0,
+            "addresses": ["/ip4/203.0.113.9/tcp/4002"],
+            "versions": [],
+            "about": [NODE.public],
+            "membership": None,
+        },
+        "PeersReply": {
+            "peers": [{"node": NODE.public, "addresses": ["/ip4/203.0.113.7/tcp/4001"], "versions": [0]}],
+            "membership": wire.seal(TRAINER, "Membership", MEMBERSHIP),
+        },
         "GetHaves": {"digests": [sha256(CONFIG), sha256(b"")]},
         "Haves": {"bitmap": b"\x80"},
         "Have": {"digests": [sha256(CONFIG)], "coming": [sha256(b"")]},

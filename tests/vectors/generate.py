@@ -40,6 +40,7 @@ SECTIONS = {
     "trace_file.json": chapter8.trace_file,
     "calibration.json": evidence.calibration,
     "log.json": evidence.log,
+    "membership.json": chapter8.membership,
     "tasks.json": tasks.tasks,
     "frames.json": chapter9.frames,
     "messages.json": chapter9.messages,

@@ -24,6 +24,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "first_policy_root": "bytes",
         "audit_anchor": "bytes",
     },
+    "Membership": {"run": "bytes", "node": "bytes", "expires_ms": "uint"},
     "Blob": {"digest": "bytes", "length": "uint"},
     "PolicyFile": {"name": "text", "blobs": "[Blob]"},
     "Delta": {"base_version": "uint", "base_root": "bytes", "codec": "text", "blobs": "[Blob]"},
@@ -236,6 +237,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "tokens_per_second": "real",
         "slots_busy": "uint",
         "slots_total": "uint",
+        "slots_waiting": "uint",
+        "cache_percent": "uint?",
         "unsent_traces": "uint",
         "verdict_cursor": "uint",
     },
@@ -250,8 +253,14 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "AskAudit": {"digest": "bytes"},
     "AuditAsked": {"granted": "flag", "text": "text"},
     "Peer": {"node": "bytes", "addresses": "[text]", "versions": "[uint]"},
-    "GetPeers": {"version": "uint?", "addresses": "[text]", "versions": "[uint]", "about": "[bytes]"},
-    "PeersReply": {"peers": "[Peer]"},
+    "GetPeers": {
+        "version": "uint?",
+        "addresses": "[text]",
+        "versions": "[uint]",
+        "about": "[bytes]",
+        "membership": "Signed?",
+    },
+    "PeersReply": {"peers": "[Peer]", "membership": "Signed?"},
     "GetHaves": {"digests": "[bytes]"},
     "Haves": {"bitmap": "bytes"},
     "Have": {"digests": "[bytes]", "coming": "[bytes]"},
@@ -266,6 +275,7 @@ DOMAINS = {
     "Verdict": b"rlcommons/verdict/1",
     "Calibration": b"rlcommons/calibration/1",
     "Epoch": b"rlcommons/epoch/1",
+    "Membership": b"rlcommons/membership/1",
 }
 
 NUMBERS = {
