@@ -41,6 +41,10 @@ class Answer:
 
 def find_trace(run_folder: Path, prefix: str) -> bytes:
     """The digest of the trace with a verdict that begins with these hex digits. Raises UsageError."""
+    if not fullmatch(r"[0-9a-fA-F]{1,64}", prefix):
+        raise UsageError(
+            f"{prefix[:80]!r} is no digest: give its first hex digits, as in {run_folder / 'verdicts.log'}"
+        )
     found = {trace for trace in _judged(run_folder) if trace.startswith(prefix.lower())}
     if len(found) == 1:
         return bytes.fromhex(found.pop())

@@ -14,6 +14,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.errors import Code, DecodeError, KeyFileError, SignatureError
+from protocol.outputs import cause
 
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -27,6 +28,7 @@ DOMAIN_RECEIPT = b"rlcommons/receipt/1"
 DOMAIN_VERDICT = b"rlcommons/verdict/1"
 DOMAIN_CALIBRATION = b"rlcommons/calibration/1"
 DOMAIN_EPOCH = b"rlcommons/epoch/1"
+DOMAIN_MEMBERSHIP = b"rlcommons/membership/1"
 
 # libp2p: multihash "identity", 36 bytes long, of the protobuf {type: Ed25519, data: 32 bytes}.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
@@ -130,7 +132,9 @@ def save_identity(identity: Identity, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise KeyFileError(f"cannot write the key file {path}: {error.strerror}: {error.filename}") from None
+        raise KeyFileError(
+            f"cannot write the key file {path}: {cause(error)} ({error.filename}): choose another place"
+        ) from None
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
@@ -140,7 +144,9 @@ def save_identity(identity: Identity, path: Path) -> None:
     except FileExistsError:
         raise KeyFileError(f"{path} exists already; move it away first, it may be somebody's identity") from None
     except OSError as error:
-        raise KeyFileError(f"cannot write the key file {path}: {error.strerror}") from None
+        raise KeyFileError(
+            f"cannot write the key file {path}: {cause(error)}: choose another place, or make room"
+        ) from None
 
 
 def load_identity(path: Path) -> Identity:
@@ -163,7 +169,9 @@ def load_identity(path: Path) -> Identity:
     except FileNotFoundError:
         raise KeyFileError(f"no key file at {path}: restore a backup, or start afresh with a new key") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise KeyFileError(f"cannot read the key file {path}: {error}") from None
+        raise KeyFileError(
+            f"cannot read the key file {path}: {cause(error)}: restore a backup, or look who may read it"
+        ) from None
     except ValueError:
         private = b""
     if len(private) != 32:

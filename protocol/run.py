@@ -67,6 +67,29 @@ def open_genesis(signed: Signed, *, run: bytes, trainer: bytes | None = None) ->
 
 
 @dataclass(frozen=True, slots=True)
+class Membership:
+    """SPEC 8.13. The trainer's word that a key is a node of its run, for nodes to show each other while it is away."""
+
+    DOMAIN: ClassVar[bytes] = identity.DOMAIN_MEMBERSHIP
+
+    run: Annotated[bytes, codec.Bytes(32)]
+    node: Annotated[bytes, codec.Bytes(identity.NODE_ID_BYTES)]
+    expires_ms: Annotated[int, codec.UInt()]
+
+
+def open_membership(signed: Signed, *, run: bytes, trainer: bytes, node: bytes, now_ms: int) -> Membership:
+    """What says that `node` is of the run now (SPEC 8.13). Raises SignatureError or DecodeError."""
+    membership = unseal(Membership, signed, signer=trainer)
+    if membership.run != run:
+        raise DecodeError(Code.WRONG_RUN, "the membership is of another run")
+    if membership.node != node:
+        raise DecodeError(Code.BAD_SIGNATURE, "the membership is another node's")
+    if membership.expires_ms <= now_ms:
+        raise DecodeError(Code.NOT_FOUND, "the membership has expired")
+    return membership
+
+
+@dataclass(frozen=True, slots=True)
 class RunAddress:
     """SPEC 8.2: `MULTIADDR/p2p/PEER_ID/run/RUN_ID`: where the trainer is, who it is, which run."""
 
@@ -86,6 +109,10 @@ class RunAddress:
     def parse(cls, text: str) -> RunAddress:
         """Raises UsageError saying which part is missing or wrong."""
         hint = "copy the whole line that `rltrainer serve` prints (/ip4/…/p2p/…/run/…)"
+        if "://" in text:
+            raise UsageError(
+                f"'{text[:80]}' is a web address, the page of a run perhaps; nodes join by the other line: {hint}"
+            )
         head, mark, run_text = text.strip().rpartition("/run/")
         if not mark:
             raise UsageError(f"'{text[:80]}' has no /run/ part: {hint}")

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from protocol.errors import LocalError, StorageError
+from protocol.outputs import cause
 from protocol.policy import policy_root
 from trainer.deltas import make_deltas
 from trainer.ledger import Ledger
@@ -104,7 +105,7 @@ def commit(
         _make_real(making_step)
         reached("step renamed")
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"policy {row.version} could not be written: {error}") from error
+        raise StorageError(f"policy {row.version} could not be written: {cause(error)}") from error
     said = make_deltas(folder, row.version, ledger.roots())
     reached("deltas made")
     ledger.record_step(row, record.root, taken)
@@ -155,7 +156,7 @@ def load_record(folder: RunFolder, version: int) -> StepRecord:
     try:
         return StepRecord.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LocalError(f"{path} cannot be read ({error}): restore it from a backup") from None
+        raise LocalError(f"{path} cannot be read ({cause(error)}): restore it from a backup") from None
 
 
 def load_state(folder: RunFolder, version: int) -> dict[str, Tensor]:
@@ -164,4 +165,4 @@ def load_state(folder: RunFolder, version: int) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise LocalError(f"{path} cannot be read ({error}): restore it from a backup") from error
+        raise LocalError(f"{path} cannot be read ({cause(error)}): restore it from a backup") from error

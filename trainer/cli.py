@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 
 _EPILOG = """exit codes:
   0    done
-  2    wrong arguments or settings, or a folder that is not a run
-  3    this machine failed (disk, memory, a process that would not start)
+  2    wrong arguments or settings, a folder that is not a run, a place that cannot be written to
+  3    this machine failed (a full disk, memory, a process that would not start)
   130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
   141  whoever read the output went away (`| head`)
 """
@@ -22,22 +21,14 @@ _EPILOG = """exit codes:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
+    from protocol.command import carry_out
     from protocol.errors import PolicyError, RLCommonsError, UsageError
 
-    try:
-        code: int = options.command(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever read our output has gone (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except RLCommonsError as error:
+    def failed(error: RLCommonsError) -> int:
         print(f"rltrainer: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | PolicyError) else 3
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as end:  # how rich ends a program whose reader has gone; arguments were read before
-        return 141 if end.code == 1 else 3
+
+    return carry_out("rltrainer", lambda: options.command(options), failed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--out", type=Path, default=Path("trace.msgpack"), help="default trace.msgpack")
     export.add_argument("--digest", help="first hex digits of the trace's digest (default: the newest)")
     export.add_argument("--refused", action="store_true", help="the newest refused trace instead of an accepted one")
+    export.add_argument("--verdict", type=Path, metavar="FILE", help="write its verdict alone, too")
+    export.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="write the calibration of its verdict alone, too"
+    )
     export.add_argument("--json", action="store_true", help="print one JSON object")
     export.set_defaults(command=_export)
 
@@ -201,16 +196,22 @@ def _export(options: argparse.Namespace) -> int:
     run = open_run(options.run)
     ledger = Ledger(run.folder.ledger, read_only=True)
     state = SubmissionState.REFUSED if options.refused else SubmissionState.ACCEPTED
-    chosen = export_trace(run, ledger, options.out, digest=options.digest, state=state)
+    alone = {"verdict": options.verdict, "calibration": options.calibration}
+    beside = {name: path for name, path in alone.items() if path is not None}
+    chosen = export_trace(run, ledger, options.out, digest=options.digest, state=state, **beside)
     policy = run.folder.policy(chosen.policy_version)
     if options.json:
-        print(json.dumps({"file": str(options.out), "trace": chosen.digest.hex(), "policy": str(policy)}))
+        files = {"file": str(options.out), **{name: str(path) for name, path in beside.items()}}
+        print(json.dumps({**files, "trace": chosen.digest.hex(), "policy": str(policy)}))
+        return 0
+    print(f"{options.out}: trace {chosen.digest.hex()[:16]}…, policy version {chosen.policy_version}")
+    for name, path in beside.items():
+        print(f"{path}: its {name} alone")
+    if policy.exists():
+        given = "".join(f" --{name} {path}" for name, path in beside.items())
+        print(f"check it: rlverify check {options.out} --policy {policy}{given}")
     else:
-        print(f"{options.out}: trace {chosen.digest.hex()[:16]}…, policy version {chosen.policy_version}")
-        if policy.exists():
-            print(f"check it: rlverify check {options.out} --policy {policy}")
-        else:
-            print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
+        print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
     return 0
 
 

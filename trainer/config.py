@@ -14,6 +14,7 @@ from pathlib import Path
 
 from protocol import limits
 from protocol.errors import UsageError
+from protocol.outputs import cause
 from verify.standing import LEAST_FIRST
 
 
@@ -107,8 +108,8 @@ def load_config(path: Path) -> TrainerConfig:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"no {path}: make a run first with `rltrainer init {path.parent}`") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {cause(error)}: mend it, or restore it from a backup") from None
     return config_from(table, str(path))
 
 

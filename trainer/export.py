@@ -5,11 +5,14 @@ Not here: the checking (verify/).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
 
 from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import UsageError
+from protocol.outputs import check_target, write_whole
 from protocol.trace import TraceFile
 from protocol.verdict import Verdict
 from trainer.ledger import Ledger
@@ -23,14 +26,17 @@ def choose_trace(ledger: Ledger, *, digest: str | None, state: SubmissionState) 
     Raises UsageError when there is none, or its body was pruned.
     """
     if digest is not None:
+        if not re.fullmatch(r"[0-9a-fA-F]{1,64}", digest):
+            raise UsageError(f"--digest {digest[:80]!r}: give the first hex digits of a trace's digest, such as 3fa9")
         query, values = "SELECT digest FROM submissions WHERE hex(digest) LIKE ? LIMIT 2", (digest.upper() + "%",)
-        missing = f"no trace whose digest begins with {digest} in this run"
+        missing = f"no trace whose digest begins with {digest} in this run: leave --digest out for the newest"
     else:
         query = (
             "SELECT digest FROM submissions WHERE state = ? AND trace IS NOT NULL "
             "ORDER BY audit IS NULL, sequence DESC LIMIT 1"
         )
-        values, missing = (str(state),), f"no {state.lower()} trace in this run yet"
+        values = (str(state),)
+        missing = f"no {state.lower()} trace is kept in this run yet: wait for one, or choose one with --digest"
     rows = ledger.view(query, values)
     if len(rows) > 1:
         raise UsageError(f"more than one trace digest begins with {digest}: give more digits")
@@ -38,23 +44,20 @@ def choose_trace(ledger: Ledger, *, digest: str | None, state: SubmissionState) 
     if found is None:
         raise UsageError(missing)
     if found.trace is None:
-        raise UsageError(f"the body of trace {found.digest.hex()[:16]}… was pruned (config keep_traces)")
+        raise UsageError(f"the body of trace {found.digest.hex()[:16]}… was pruned (keep_traces): choose a newer one")
     return found
 
 
-def trace_file(run: Run, ledger: Ledger, submission: SubmissionRow) -> bytes:
-    """The canonical bytes of the trace file: genesis, lease, trace, receipt and the newest verdict, with the
-    calibration it names."""
+def trace_file(run: Run, ledger: Ledger, submission: SubmissionRow) -> TraceFile:
+    """Genesis, lease, trace, receipt and the newest verdict, with the calibration it names."""
     verdict = _signed(ledger.verdict(submission.digest, submission.node))
-    return codec.encode(
-        TraceFile(
-            genesis=run.signed_genesis,
-            lease=codec.decode(Signed, submission.lease),
-            trace=codec.decode(Signed, submission.trace),
-            receipt=codec.decode(Signed, submission.receipt),
-            verdict=verdict,
-            calibration=None if verdict is None else _calibration(ledger, verdict),
-        )
+    return TraceFile(
+        genesis=run.signed_genesis,
+        lease=codec.decode(Signed, submission.lease),
+        trace=codec.decode(Signed, submission.trace),
+        receipt=codec.decode(Signed, submission.receipt),
+        verdict=verdict,
+        calibration=None if verdict is None else _calibration(ledger, verdict),
     )
 
 
@@ -69,11 +72,39 @@ def _signed(data: bytes | None) -> Signed | None:
     return None if data is None else codec.decode(Signed, data)
 
 
-def export_trace(run: Run, ledger: Ledger, out: Path, *, digest: str | None, state: SubmissionState) -> SubmissionRow:
-    """Write the chosen trace to `out`; returns its row (`policy_version` names the folder to check with)."""
+def export_trace(
+    run: Run,
+    ledger: Ledger,
+    out: Path,
+    *,
+    digest: str | None,
+    state: SubmissionState,
+    verdict: Path | None = None,
+    calibration: Path | None = None,
+) -> SubmissionRow:
+    """Write the chosen trace to `out`, and where asked for its verdict and the calibration that names to files of
+    their own; returns its row (`policy_version` names the folder to check with).
+
+    Raises UsageError where there is no such trace, verdict or calibration, or no file can be there; StorageError.
+    """
     chosen = choose_trace(ledger, digest=digest, state=state)
-    try:
-        out.write_bytes(trace_file(run, ledger, chosen))
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}") from None
+    file = trace_file(run, ledger, chosen)
+    parts = {"the trace file": (out, file), "the verdict": (verdict, file.verdict)}
+    parts["the calibration"] = (calibration, file.calibration)
+    wanted = [(what, path, value) for what, (path, value) in parts.items() if path is not None]
+    for what, path, value in wanted:
+        if value is None:
+            raise UsageError(
+                f"{what} of trace {chosen.digest.hex()[:16]}… is not there: {_MISSING[what]}; or choose another "
+                "trace with --digest"
+            )
+        check_target(what, path)
+    for what, path, value in wanted:
+        write_whole(what, path, codec.encode(value))
     return chosen
+
+
+_MISSING: Final = {
+    "the verdict": "it waits to be judged",
+    "the calibration": "its verdict was reached without one (not drawn for audit, or a pair that nobody measured)",
+}

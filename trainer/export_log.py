@@ -118,7 +118,7 @@ def _write_traces(run: Run, ledger: Ledger, folder: Path, version: int, known: b
         row = ledger.submission(digest)
         if row is None or row.trace is None:
             continue  # pruned meanwhile
-        data = trace_file(run, ledger, row)
+        data = codec.encode(trace_file(run, ledger, row))
         if not path.exists() or path.read_bytes() != data:
             replace(path, data)
             count += 1

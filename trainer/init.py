@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from protocol import codec, identity
 from protocol.envelope import seal
 from protocol.environments import base
-from protocol.errors import DecodeError, PolicyError, StorageError, UsageError
+from protocol.errors import DecodeError, PolicyError, UsageError
+from protocol.outputs import cause, unwritable
 from protocol.policy import policy_files, policy_root
 from protocol.run import EnvironmentShare, Genesis, check_genesis
 from trainer.audit_draw import AuditChain
@@ -48,7 +49,9 @@ def init_run(
     PolicyError (a folder that is no policy, before anything is made) or StorageError.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path} exists already: `rltrainer serve {path}` goes on with it; or choose another folder")
+        is_run = RunFolder(path).genesis.exists()
+        goes_on = f"`rltrainer serve {path}` goes on with it; or " if is_run else ""
+        raise UsageError(f"{path} exists already: {goes_on}choose another folder")
     source = find_policy(policy)
     check_fit(source, environments)
     with _made_whole(path) as making:
@@ -141,7 +144,7 @@ def _made_whole(path: Path) -> Iterator[Path]:
         os.rename(making, path)
         _flush_one(path.parent)
     except OSError as error:
-        raise StorageError(f"the run {path} could not be made: {error}") from error
+        raise unwritable("the run", path, error) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
@@ -220,7 +223,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PolicyError(f"{path} cannot be read ({error})") from None
+        raise PolicyError(f"{path} cannot be read: {cause(error)}") from None
     if not isinstance(table, dict):
         raise PolicyError(f"{path} is not a JSON object")
     return table

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol import codec
 from protocol.errors import RLCommonsError
 from protocol.identity import peer_id
+from protocol.outputs import cause as why
 from trainer.export import trace_file
 from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionRow
@@ -34,9 +36,9 @@ def put_aside(run: Run, ledger: Ledger, row: SubmissionRow) -> str:
     path = run.folder.quarantine / f"{row.digest.hex()}.msgpack"
     try:
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(trace_file(run, ledger, row))
+        path.write_bytes(codec.encode(trace_file(run, ledger, row)))
     except (OSError, RLCommonsError) as error:
-        return f"it could not be put aside: {error}"
+        return f"it could not be put aside: {why(error)}"
     return f"it lies in {path} for a person to look at"
 
 

@@ -4,59 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
+_ENDINGS = "  130, 141  interrupted by Ctrl-C, or whoever read the output went away (`| head`): nothing is implied\n"
 
-_EPILOG = """exit codes:
+_EPILOG = f"""exit codes:
   0  accepted: every check passed
   1  refused: a check failed; its reason, value and limit are printed
   2  unusable input: no verdict (not a trace file, another policy's folder, wrong arguments)
   3  not judged: this machine failed (out of memory, an environment that raised)
-  130, 141  no verdict: interrupted, or whoever read the output went away
-"""
+{_ENDINGS}"""
 
-_AUDIT_EPILOG = """exit codes:
+_INSPECT_EPILOG = f"""exit codes:
+  0  shown, whatever is wrong with the trace: nothing is judged
+  2  unusable input: not a trace file, another policy's folder, wrong arguments
+  3  this machine failed
+{_ENDINGS}"""
+
+_AUDIT_EPILOG = f"""exit codes:
   0  all agree: everything that could be checked holds; what could not be checked is said
   1  something disagrees; each is printed with where it is
   2  unusable: not the log of a run, an address that does not answer, wrong arguments
   3  this machine failed
-  130, 141  interrupted, or whoever read the output went away
-"""
+{_ENDINGS}"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    from protocol.errors import EnvironmentFault, LocalError, PolicyError, RLCommonsError
+    from protocol.command import carry_out
+    from protocol.errors import LocalError, PolicyError, RLCommonsError
 
-    try:
-        code: int = options.command(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): no verdict is implied, so none of the codes for one.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except (PolicyError, EnvironmentFault, LocalError) as error:
-        return _fail(error, 2 if isinstance(error, PolicyError) else 3)
-    except RLCommonsError as error:
-        return _fail(error, 2)
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as end:
-        # How rich ends a program whose reader has gone; arguments were read before.
-        return BROKEN_PIPE if end.code == 1 else 3
-    except Exception:
-        # A bug of ours must not look like a refusal, whose code is Python's own for it.
-        traceback.print_exc()
-        print("rlverify: this is a bug of rlverify and no verdict; please report the lines above", file=sys.stderr)
-        return 3
+    def failed(error: RLCommonsError) -> int:
+        ours = isinstance(error, LocalError) and not isinstance(error, PolicyError)
+        return _fail(error, 3 if ours else 2)
+
+    return carry_out("rlverify", lambda: options.command(options), failed)
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -89,12 +75,18 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true", help="print one JSON object (SPEC 14)")
     check.set_defaults(command=_check)
     _add_calibrate(commands)
-    inspect = commands.add_parser("inspect", help="show a trace as a person would want to read it")
+    inspect = commands.add_parser(
+        "inspect",
+        help="show a trace as a person would want to read it",
+        epilog=_INSPECT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     inspect.add_argument("trace", type=Path, help="file written by `rltrainer export-trace`")
     inspect.add_argument("--policy", type=Path, help="its policy folder: shows text beside token ids")
     inspect.add_argument("--recompute", action="store_true", help="run the policy: shows margins and proofs")
     inspect.add_argument("--device", default="cpu", help="where to recompute: cpu, cuda or cuda:N (default cpu)")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.add_argument("--all", action="store_true", help="every turn, token and proof, however many there are")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object, with all there is (SPEC 14)")
     inspect.set_defaults(command=_inspect)
     _add_audit(commands)
     _add_controls(commands)
@@ -102,12 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_POLICY_EPILOG = """exit codes:
+_POLICY_EPILOG = f"""exit codes:
   0  the folder is the policy that the manifest names
   1  it is not, or the manifest has expired or is not that trainer's; what differs is printed
   2  unusable: not a manifest file, a folder that is no policy, wrong arguments
   3  this machine failed
-"""
+{_ENDINGS}"""
 
 
 def _add_policy(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -135,12 +127,12 @@ def _policy(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-_CONTROLS_EPILOG = """exit codes:
+_CONTROLS_EPILOG = f"""exit codes:
   0  every control that has to be caught was caught in time, and no honest trace was refused
   1  a bar was missed: its row says which
-  2  unusable input: no policy, an unknown environment or control, a pair too noisy to be calibrated
-  3  this machine failed (out of memory, an environment that raised)
-"""
+  2  unusable input: no policy, an unknown environment, dtype or control, a page that cannot be written there
+  3  this machine failed (out of memory, a full disk, an environment that raised)
+{_ENDINGS}"""
 
 
 def _add_controls(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -161,12 +153,17 @@ def _add_controls(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--environment", help="draw its tasks, one after the other (default: a writing task)")
     add("--only", action="append", default=[], help="run this control alone; repeatable")
     add("--seed", type=int, default=0, help="of the throw-away keys, and so of every draw (default 0)")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object (SPEC 14)")
     add("--html", type=Path, help="write a page with the distributions drawn")
     controls.set_defaults(command=_controls)
 
 
 def _controls(options: argparse.Namespace) -> int:
+    from protocol.outputs import write_whole
+    from verify.arguments import require_controls
+
+    verifier_dtypes = tuple(dict.fromkeys(options.verifier_dtype or [options.dtype]))
+    require_controls(options.policy, options.environment, options.dtype, verifier_dtypes, options.html)
     from verify.controls import Plan, run_controls
     from verify.controls_page import page
     from verify.controls_report import as_json, print_reports
@@ -174,7 +171,7 @@ def _controls(options: argparse.Namespace) -> int:
     plan = Plan(
         policy=options.policy,
         dtype=options.dtype,
-        verifier_dtypes=tuple(dict.fromkeys(options.verifier_dtype or [options.dtype])),
+        verifier_dtypes=verifier_dtypes,
         traces=options.traces,
         honest=options.honest,
         calibration=options.calibration,
@@ -184,21 +181,21 @@ def _controls(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     reports = run_controls(plan, lambda text: print(text, file=sys.stderr, flush=True))
-    if options.html is not None:
-        options.html.write_text(page(reports), encoding="utf-8")
     if options.json:
         print(json.dumps(as_json(reports)))
     else:
         print_reports(reports)
+    if options.html is not None:  # last: what was computed is not lost where a disk is full
+        write_whole("the page", options.html, page(reports).encode())
     return 0 if all(report.met for report in reports) else 1
 
 
-_CALIBRATE_EPILOG = """exit codes:
+_CALIBRATE_EPILOG = f"""exit codes:
   0  calibrated: the file is written
   1  refused: the pair is too noisy to tell int8 from honest; nothing is written
-  2  unusable input: too few tokens, other policies' traces, wrong arguments, a file that cannot be written
-  3  this machine failed (out of memory, an environment that raised)
-"""
+  2  unusable input: too few tokens, other policies' traces, wrong arguments, a file that cannot be written there
+  3  this machine failed (out of memory, a full disk, an environment that raised)
+{_ENDINGS}"""
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -221,12 +218,17 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
     add("--key", type=Path, default=Path("calibrate.key"), help="key that signs, created where missing")
     add("--out", type=Path, required=True, help="file to write")
+    add("--json", action="store_true", help="print one JSON object (SPEC 14)")
     calibrate.set_defaults(command=_calibrate)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    from verify.arguments import require_calibrating
+    from verify.report import calibration_json, print_calibration
+
+    environment, dtypes = (options.environment, options.parameters), (options.worker_dtype, options.verifier_dtype)
+    require_calibrating(options.policy, options.traces, environment, dtypes, options.key, options.out)
     from verify.calibrate import Order, TooNoisy, carry_out
-    from verify.report import print_calibration
 
     order = Order(
         policy=options.policy,
@@ -235,24 +237,27 @@ def _calibrate(options: argparse.Namespace) -> int:
         trusted=options.traces,
         traces=options.traces_count,
         tokens=options.tokens,
-        environment=(options.environment, options.parameters),
+        environment=environment,
         worker_engine=options.worker_engine,
         device=options.device,
         key=options.key,
         out=options.out,
     )
     try:
-        print_calibration(carry_out(order, created_ms=time.time_ns() // 1_000_000))
+        calibration = carry_out(order, created_ms=time.time_ns() // 1_000_000)
     except TooNoisy as error:
         return _fail(error, 1)
+    if options.json:
+        print(json.dumps(calibration_json(calibration, options.out)))
+    else:
+        print_calibration(calibration)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     from protocol.verdict import Outcome
     from verify.files import read_evidence, require_policy, with_calibration, with_verdict
-    from verify.judge import judge
-    from verify.report import as_json, print_verdict
+    from verify.report import as_json, print_verdict, worth_knowing
 
     evidence = read_evidence(options.trace)
     if options.verdict is not None:
@@ -260,12 +265,16 @@ def _check(options: argparse.Namespace) -> int:
     if options.calibration is not None:
         evidence = with_calibration(evidence, options.calibration)
     require_policy(options.policy, evidence.lease)
+    from verify.judge import judge
+
     judged = judge(evidence, options.policy, device=options.device, with_model=not options.no_model)
     digest, theirs = evidence.signed_trace.digest, evidence.verdict
+    held = evidence.calibration
+    notes = () if held is None else worth_knowing(judged, held.calibration.pair)
     if options.json:
-        print(json.dumps(as_json(judged, digest, theirs)))
+        print(json.dumps(as_json(judged, digest, theirs, notes)))
     else:
-        print_verdict(judged, evidence.trace.node, digest, theirs)
+        print_verdict(judged, evidence.trace.node, digest, theirs, notes)
     return {Outcome.ACCEPTED: 0, Outcome.REFUSED: 1, Outcome.NOT_JUDGED: 3}[judged.outcome]
 
 
@@ -296,14 +305,18 @@ def _count(text: str) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    from verify.log_source import open_source
-    from verify.rejudge import Rejudge
-    from verify.run_audit import audit_run
-    from verify.run_report import as_json, print_report
+    from verify.arguments import require_folder
+    from verify.log_source import open_source, read_index
 
+    require_folder(options.policies, "the folder that holds the policies' folders, named by version")
     source = open_source(options.log)
-    rejudge = Rejudge(source, options.policies, None if options.all else options.sample, options.device)
     try:
+        read_index(source)
+        from verify.rejudge import Rejudge
+        from verify.run_audit import audit_run
+        from verify.run_report import as_json, print_report
+
+        rejudge = Rejudge(source, options.policies, None if options.all else options.sample, options.device)
         report = audit_run(source, rejudge)
     finally:
         source.close()
@@ -315,16 +328,20 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from verify.arguments import require_policy_folder
     from verify.files import read_evidence
+
+    evidence = read_evidence(options.trace)
+    if options.policy is not None:
+        require_policy_folder(options.policy)
     from verify.inspect import as_json, print_trace
     from verify.reading import read_again
 
-    evidence = read_evidence(options.trace)
     reading = read_again(evidence, options.policy, options.device) if options.recompute else None
     if options.json:
         print(json.dumps(as_json(evidence, options.policy, reading)))
     else:
-        print_trace(evidence, options.policy, reading)
+        print_trace(evidence, options.policy, reading, whole=options.all)
     return 0
 
 

@@ -8,9 +8,10 @@ its folder is given; control characters a model or a node wrote are escaped, so 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from protocol import identity
 from protocol.environments.tokenizer import PolicyTokenizer
@@ -18,6 +19,15 @@ from protocol.trace import SpanKind
 from verify.files import Evidence, receipt_fits, verdict_fits
 from verify.reading import Reading, WorstToken, strip, strip_legend
 from verify.toploc import count_chunks
+
+# What is shown of a trace unless all is asked for: a few screens, from both ends of what is longer.
+TURNS: Final = 24
+CHUNKS: Final = 32
+IDS: Final = 64
+CHARACTERS: Final = 2_000
+_ALL: Final = "--all to see"
+
+T = TypeVar("T")
 
 
 def as_json(evidence: Evidence, policy: Path | None, reading: Reading | str | None = None) -> dict[str, Any]:
@@ -68,8 +78,10 @@ def _reading_json(reading: Reading | str | None, tokenizer: PolicyTokenizer | No
     return {**asdict(reading), "worst": worst, "error": None}
 
 
-def print_trace(evidence: Evidence, policy: Path | None, reading: Reading | str | None = None) -> None:
-    """The same for people."""
+def print_trace(
+    evidence: Evidence, policy: Path | None, reading: Reading | str | None = None, *, whole: bool = False
+) -> None:
+    """The same for people; of what is long the ends, unless `whole`."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -94,17 +106,9 @@ def print_trace(evidence: Evidence, policy: Path | None, reading: Reading | str 
         facts.add_row(Text(label, style="bold"), Text(_escaped(value)))
     console.print(facts)
     tokenizer = None if policy is None else PolicyTokenizer.load(policy)
-    _print_ids(console, "prompt", "cyan", lease.prompt, tokenizer)
-    done = 0
-    for kind, ids in trace.pieces():
-        generated = kind is SpanKind.GENERATED
-        _print_ids(
-            console, "generated" if generated else "observed", "green" if generated else "yellow", ids, tokenizer
-        )
-        if generated and isinstance(reading, Reading):
-            _print_strip(console, reading.margins[done : done + len(ids)])
-            done += len(ids)
-    _print_reading(console, reading, tokenizer)
+    _print_ids(console, "prompt", "cyan", lease.prompt, tokenizer, whole)
+    _print_turns(console, evidence, reading, tokenizer, whole)
+    _print_reading(console, reading, tokenizer, whole)
     if evidence.verdict is not None:
         reason = f" ({evidence.verdict.reason})" if evidence.verdict.reason else ""
         audited = "audited" if evidence.verdict.audited else "not audited"
@@ -112,14 +116,50 @@ def print_trace(evidence: Evidence, policy: Path | None, reading: Reading | str 
         console.print(f"[bold]trainer's verdict[/]  {evidence.verdict.outcome}{reason}, {audited}{whose}")
 
 
-def _print_ids(console: Any, label: str, colour: str, ids: tuple[int, ...], tokenizer: PolicyTokenizer | None) -> None:
+def _print_turns(
+    console: Any, evidence: Evidence, reading: Reading | str | None, tokenizer: PolicyTokenizer | None, whole: bool
+) -> None:
+    from rich.text import Text
+
+    margins = reading.margins if isinstance(reading, Reading) else ()
+    turns: list[tuple[bool, tuple[int, ...], tuple[float, ...]]] = []
+    done = 0
+    for kind, ids in evidence.trace.pieces():
+        generated = kind is SpanKind.GENERATED
+        turns.append((generated, ids, margins[done : done + len(ids)] if generated else ()))
+        done += len(ids) if generated else 0
+    first, left_out, last = _ends(turns, TURNS, whole)
+    for part in (first, last):
+        if left_out and part is last:
+            console.print(Text(f"{'':>10}  … {left_out:,} more turns, {_ALL}", style="dim"))
+        for generated, ids, beside in part:
+            label, colour = ("generated", "green") if generated else ("observed", "yellow")
+            _print_ids(console, label, colour, ids, tokenizer, whole)
+            _print_strip(console, beside)
+
+
+def _ends(items: Sequence[T], most: int, whole: bool) -> tuple[list[T], int, list[T]]:
+    """The first and the last of what is more than `most`, and how many are left out between them."""
+    if whole or len(items) <= most:
+        return list(items), 0, []
+    half = most // 2
+    return list(items[: most - half]), len(items) - most, list(items[-half:])
+
+
+def _print_ids(
+    console: Any, label: str, colour: str, ids: tuple[int, ...], tokenizer: PolicyTokenizer | None, whole: bool
+) -> None:
     from rich.text import Text
 
     text = _text(tokenizer, ids)
     if text is not None:
-        console.print(Text(f"{label:>10}  ", style=f"bold {colour}") + Text(text, style=colour))
-    shown = " ".join(map(str, ids[:64])) + (f" … {len(ids) - 64} more" if len(ids) > 64 else "")
-    console.print(Text(f"{'' if text is not None else label:>10}  {shown}", style="dim"))
+        shown = Text(text if whole else text[:CHARACTERS], style=colour)
+        if len(text) > len(shown):
+            shown.append(f" … {len(text) - len(shown):,} more characters, {_ALL}", style="dim")
+        console.print(Text(f"{label:>10}  ", style=f"bold {colour}") + shown)
+    kept = ids if whole else ids[:IDS]
+    more = f" … {len(ids) - len(kept):,} more, {_ALL}" if len(ids) > len(kept) else ""
+    console.print(Text(f"{'' if text is not None else label:>10}  {' '.join(map(str, kept))}{more}", style="dim"))
 
 
 def _print_strip(console: Any, margins: tuple[float, ...]) -> None:
@@ -131,7 +171,7 @@ def _print_strip(console: Any, margins: tuple[float, ...]) -> None:
         console.print(Text(f"{label if number == 0 else '':>10}  {line}", style="magenta"))
 
 
-def _print_reading(console: Any, reading: Reading | str | None, tokenizer: PolicyTokenizer | None) -> None:
+def _print_reading(console: Any, reading: Reading | str | None, tokenizer: PolicyTokenizer | None, whole: bool) -> None:
     from rich.text import Text
 
     if reading is None:
@@ -151,7 +191,7 @@ def _print_reading(console: Any, reading: Reading | str | None, tokenizer: Polic
     )
     if reading.worst:
         console.print(_worst_table(reading.worst, tokenizer))
-    console.print(_chunk_table(reading))
+    console.print(_chunk_table(reading, whole))
 
 
 def _worst_table(worst: tuple[WorstToken, ...], tokenizer: PolicyTokenizer | None) -> Any:
@@ -167,13 +207,16 @@ def _worst_table(worst: tuple[WorstToken, ...], tokenizer: PolicyTokenizer | Non
     return table
 
 
-def _chunk_table(reading: Reading) -> Any:
+def _chunk_table(reading: Reading, whole: bool) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, title="proofs", title_justify="left", title_style="bold")
     for heading in ("generated", "exponents", "signs", "mantissa mean", "median", "elsewhere", "points"):
         table.add_column(heading, justify="right")
-    for chunk in reading.chunks:
+    first, left_out, last = _ends(reading.chunks, CHUNKS, whole)
+    if left_out:
+        table.caption, table.caption_justify = f"… {left_out:,} more chunks between them, {_ALL}", "left"
+    for chunk in first + last:
         table.add_row(
             f"{chunk.start}:{chunk.start + chunk.length}",
             str(chunk.exponent_mismatches),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from protocol.errors import EngineError
+from protocol.outputs import cause
 from verify import wide
 from verify.packed import PackedLinears
 
@@ -213,7 +214,7 @@ def _config_fields(folder: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
         return {key: value for key, value in fields.items() if key not in _PROVENANCE}
     except (OSError, ValueError, AttributeError) as error:
-        raise EngineError(f"{path} is not a model's configuration: {error}") from None
+        raise EngineError(f"{path} is not a model's configuration: {cause(error)}") from None
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
@@ -253,7 +254,7 @@ def _tensor_files(folder: Path) -> Iterator[list[Any]]:
     try:
         yield [safe_open(path, framework="pt") for path in paths]
     except (SafetensorError, OSError) as error:
-        raise EngineError(f"the weights in {folder} cannot be read: {error}") from error
+        raise EngineError(f"the weights in {folder} cannot be read: {cause(error)}") from error
 
 
 def _fits(files: list[Any], targets: dict[str, Tensor]) -> bool:

@@ -15,9 +15,11 @@ from protocol import codec, identity
 from protocol.envelope import Signed, unseal
 from protocol.errors import Code, DecodeError, PolicyError, RemoteError, UsageError
 from protocol.limits import MAX_MANIFEST_BYTES
+from protocol.outputs import cause
 from protocol.policy import Manifest, PolicyFile, check_manifest, describe, policy_root
 
 _MOST_BYTES = MAX_MANIFEST_BYTES + 4_096  # with its signature
+_GIVE = "give manifests/NNNNNN.msgpack of a mirror"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,13 @@ def read_manifest(path: Path) -> Signed:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{path} cannot be read: {cause(error)}: {_GIVE}") from None
     if len(data) > _MOST_BYTES:
-        raise UsageError(f"{path} is longer than any manifest")
+        raise UsageError(f"{path} is longer than any manifest: {_GIVE}")
     try:
         return codec.decode(Signed, data)
     except DecodeError as error:
-        raise UsageError(
-            f"{path} is not a signed manifest ({error}): give manifests/NNNNNN.msgpack of a mirror"
-        ) from None
+        raise UsageError(f"{path} is not a signed manifest ({error}): {_GIVE}") from None
 
 
 def check_policy(folder: Path, signed: Signed, *, trainer: bytes | None, now_ms: int) -> PolicyReport:

@@ -5,13 +5,15 @@ Not here: reaching a verdict (judge.py).
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from protocol import identity
-from protocol.calibration import Calibration
+from protocol import codec, identity
+from protocol.calibration import Calibration, Limits, Pair, Sample
 from protocol.limits import NODE_EVIDENCE_NATS, PROOF_CHUNK_TOKENS
 from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
 from verify.finding import first_failure
@@ -50,9 +52,7 @@ def disagreement(ours: Judged, digest: bytes, theirs: Verdict) -> str | None:
     if theirs.outcome is Outcome.NOT_JUDGED or unchecked(ours, theirs) is not None:
         return None
     if ours.outcome is not theirs.outcome and (theirs.audited or ours.outcome is Outcome.ACCEPTED):
-        return (
-            f"disagrees: the trainer says {theirs.outcome} ({theirs.reason}), here it is {ours.outcome} ({ours.reason})"
-        )
+        return f"disagrees: the trainer says {_said(theirs)}, here it is {_said(ours)}"
     return _wrong_reward(ours, theirs)
 
 
@@ -62,7 +62,12 @@ def _wrong_reward(ours: Judged, theirs: Verdict) -> str | None:
         return None
     if theirs.reward is not None and math.isclose(theirs.reward, ours.reward, rel_tol=1e-6, abs_tol=1e-6):
         return None
-    return f"disagrees about the reward: the trainer says {theirs.reward}, here it is {ours.reward}"
+    said = "none" if theirs.reward is None else f"{theirs.reward}"
+    return f"disagrees about the reward: the trainer says {said}, here it is {ours.reward}"
+
+
+def _said(verdict: Judged | Verdict) -> str:
+    return f"{verdict.outcome}" if verdict.reason is None else f"{verdict.outcome} ({verdict.reason})"
 
 
 def unchecked(ours: Judged, theirs: Verdict) -> str | None:
@@ -74,7 +79,20 @@ def unchecked(ours: Judged, theirs: Verdict) -> str | None:
     return f"check '{skip.name}' was not repeated here: {skip.detail}"
 
 
-def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, Any]:
+def worth_knowing(ours: Judged, pair: Pair) -> tuple[str, ...]:
+    """What is no reason to refuse, of a calibration's pair that these checks were run by."""
+    device, engine = ours.verifier.device.partition(":")[0], ours.verifier.engine.partition(" ")[0]
+    if not ours.audited or (engine, device) == (pair.verifier_engine, pair.verifier_device):
+        return ()
+    # SPEC 10.6: what fits a trace is settled by its worker; another verifier only measures a little otherwise.
+    return (
+        f"the calibration was measured by {pair.verifier_engine} on {pair.verifier_device} and is used here by "
+        f"{engine} on {device}: values near a limit may fall on its other side; recompute there, or calibrate "
+        "here with `rlverify calibrate` and give --calibration",
+    )
+
+
+def as_json(ours: Judged, digest: bytes, theirs: Verdict | None, notes: Sequence[str] = ()) -> dict[str, Any]:
     """SPEC 14: the JSON verdict of `rlverify check --json`."""
     why = None if theirs is None else disagreement(ours, digest, theirs)
     return {
@@ -99,6 +117,7 @@ def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, An
         ],
         "calibration": None if ours.calibration is None else ours.calibration.hex(),
         "scores": list(ours.scores),
+        "notes": list(notes),
         "verifier": {name: getattr(ours.verifier, name) for name in ("software", "engine", "dtype", "device")},
         "trainer": None
         if theirs is None
@@ -112,7 +131,7 @@ def as_json(ours: Judged, digest: bytes, theirs: Verdict | None) -> dict[str, An
     }
 
 
-def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | None) -> None:
+def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | None, notes: Sequence[str] = ()) -> None:
     """The checks as a table, then the outcome in one line."""
     from rich.console import Console
     from rich.table import Table
@@ -140,9 +159,11 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
         Text(str(ours.outcome), style=f"bold {colour}").append(f"{audited}{reason}", style="not bold default")
     )
     console.print(f"node {identity.peer_id(node)}", soft_wrap=True)
+    for note in notes:
+        console.print(f"worth knowing: {note}", style="yellow", soft_wrap=True)
     if theirs is not None:
         why = disagreement(ours, digest, theirs)
-        said = f"{theirs.outcome}{f' ({theirs.reason})' if theirs.reason else ''}"
+        said = _said(theirs)
         agrees = " but ".join(filter(None, ("agrees", unchecked(ours, theirs))))
         console.print(f"trainer's verdict {said}: {agrees if why is None else why}")
 
@@ -168,6 +189,19 @@ def print_calibration(calibration: Calibration) -> None:
     alternatives = len(calibration.margins.alternatives) + len(calibration.proofs.alternatives)
     chunks = math.ceil((NODE_EVIDENCE_NATS + math.log(alternatives)) / sample.int8_nats)
     print(f"int8     {sample.int8_nats:.3g} nats a chunk: told after {chunks} chunks of {PROOF_CHUNK_TOKENS} tokens")
+
+
+def calibration_json(calibration: Calibration, file: Path) -> dict[str, Any]:
+    """SPEC 14: the JSON object of `rlverify calibrate --json`."""
+    parts = (("pair", Pair), ("limits", Limits), ("sample", Sample))
+    return {
+        "spec": "1.0",
+        "file": str(file),
+        "calibration": hashlib.sha256(codec.encode(calibration)).hexdigest(),
+        "policy_version": calibration.policy_version,
+        "policy_root": calibration.policy_root.hex(),
+        **{key: {name: getattr(getattr(calibration, key), name) for name in cls.__slots__} for key, cls in parts},
+    }
 
 
 def _by_reason(skips: Sequence[Check]) -> list[tuple[str, list[str]]]:

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from protocol.environments.base import Message
 from protocol.errors import PolicyError
+from protocol.outputs import cause
 
 # Stands for a finished model turn while an observation is rendered; the template must keep it as it is.
 _REPLY: Final = "RLCOMMONS-REPLY"
@@ -327,4 +328,4 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{path} cannot be read: {error}") from error
+        raise PolicyError(f"{path} cannot be read: {cause(error)}") from error

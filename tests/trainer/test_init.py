@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trainer.init
-from protocol.errors import KeyFileError, PolicyError, UsageError
+from protocol.errors import KeyFileError, PolicyError, StorageError, UsageError
 from protocol.policy import policy_root
 from protocol.run import EnvironmentShare
 from trainer.audit_draw import AuditChain
@@ -97,7 +97,7 @@ def test_an_init_that_fails_or_was_killed_leaves_nothing_in_the_way(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.init, "write_config", fail)
-        with pytest.raises(trainer.init.StorageError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             make(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
     make(tmp_path / "run")
