@@ -155,9 +155,7 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "policy", policy + newest
     if status.download:
         yield "fetching", status.download
-    if status.given_bytes:
-        given, rate = size_text(status.given_bytes), size_text(int(status.giving.rate()))
-        yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
+    yield from _sharing(status.plain())
     yield "work", _work(status.plain())
     reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
     yield (
@@ -178,6 +176,23 @@ def _work(status: dict[str, Any]) -> str:
         f"{status.get('in_flight', 0)} completions in flight, {status['slots_waiting']} not begun, "
         f"{status['tokens_per_second']:.0f} tok/s" + ("" if cache is None else f", {cache:.0%} of the KV cache")
     )
+
+
+def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What of policies came, whence, and what was given on. `status`: as Status.plain gives it."""
+    came, whence = [], status.get("fetched_bytes", {})
+    if by_delta := status.get("policies_by_delta", 0):
+        times = status["delta_policy_bytes"] / max(1, status["delta_bytes"])
+        came.append(f"{by_delta} by delta ({times:,.0f} times smaller)")
+    if status.get("policies_whole"):
+        came.append(f"{status['policies_whole']} whole")
+    names = (("node", "other nodes"), ("mirror", "mirrors"), ("trainer", "the trainer"))
+    sources = [f"{size_text(whence[kind])} from {name}" for kind, name in names if whence.get(kind)]
+    if came or sources:
+        yield "policies", "; ".join(", ".join(each) for each in (came, sources) if each)
+    if status.get("given_bytes"):
+        given, rate = size_text(status["given_bytes"]), size_text(status.get("giving_bytes_per_second", 0))
+        yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
 
 
 def describe_status(status: dict[str, Any]) -> str:
@@ -202,8 +217,7 @@ def describe_status(status: dict[str, Any]) -> str:
     ]
     if status.get("download"):
         rows.insert(5, ("fetching", status["download"]))
-    if status.get("given_bytes"):
-        rows.append(("sharing", f"{size_text(status['given_bytes'])} of policies given to other nodes"))
+    rows += _sharing(status)
     if status["last_refusal"]:
         rows.append(("last refusal", status["last_refusal"]))
     return "\n".join(f"{name:>12}  {value}" for name, value in rows)

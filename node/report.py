@@ -92,6 +92,7 @@ class Status:
     policies_by_delta: int = 0  # policies that came since the start
     policies_whole: int = 0
     delta_bytes: tuple[int, int] = (0, 0)  # fetched for those that came by delta, and their own size
+    fetched: Counter[str] = field(default_factory=Counter)  # bytes of policies by kind: node, mirror, trainer
     given_bytes: int = 0  # to other nodes, pieces of policies
     giving: Meter = field(default_factory=Meter)
     tokens: Meter = field(default_factory=Meter)
@@ -138,6 +139,7 @@ class Status:
             "policies_whole": self.policies_whole,
             "delta_bytes": self.delta_bytes[0],
             "delta_policy_bytes": self.delta_bytes[1],
+            "fetched_bytes": {kind: self.fetched[kind] for kind in ("node", "mirror", "trainer")},
             "given_bytes": self.given_bytes,
             "giving_bytes_per_second": int(self.giving.rate()),
             "started": self.started,

@@ -287,6 +287,8 @@ class Gateway:
                 tokens_per_second=beat.tokens_per_second,
                 slots_busy=beat.slots_busy,
                 slots_total=beat.slots_total,
+                slots_waiting=beat.slots_waiting,
+                cache_percent=beat.cache_percent,
                 unsent=beat.unsent_traces,
             )
 

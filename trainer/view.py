@@ -63,6 +63,8 @@ def _nodes(found: dict[str, Any]) -> Table:
         "policy",
         "tokens/s",
         "busy",
+        "queue",
+        "KV",
         "accepted",
         "refused",
         "audits",
@@ -78,7 +80,9 @@ def _nodes(found: dict[str, Any]) -> Table:
         )
         table.add_row(
             "…" + node["node"][-10:], state, _number(node["policy_version"], 0), f"{node['tokens_per_second']:,.0f}",
-            f"{node['slots_busy']}/{node['slots_total']}", f"{node['accepted']:,}", f"{node['refused']:,}", audits,
+            f"{node['slots_busy']}/{node['slots_total']}", f"{node['slots_waiting']:,}",
+            "–" if node["cache_percent"] is None else f"{node['cache_percent']} %",
+            f"{node['accepted']:,}", f"{node['refused']:,}", audits,
             f"{node['rate']:.0%}", _number(node["stake"], 2), Text(node["engine"], style="dim"),
         )  # fmt: skip
     return table

@@ -116,9 +116,9 @@ def test_a_policys_size_is_read_from_its_files(tmp_path: Path) -> None:
 
 def test_a_second_node_on_a_card_is_refused_and_one_on_another_is_not(tmp_path: Path) -> None:
     with held((SMALL, LARGE), tmp_path):
-        with pytest.raises(EngineError, match=r"GPU 1 \(NVIDIA RTX 4090\) is used by another rlnode"):
-            with held((LARGE,), tmp_path):
-                pass
+        refused = pytest.raises(EngineError, match=r"GPU 1 \(NVIDIA RTX 4090\) is used by another rlnode")
+        with refused, held((LARGE,), tmp_path):
+            pass
         with held((OLD,), tmp_path):
             pass
     with held((LARGE,), tmp_path):

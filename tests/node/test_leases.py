@@ -99,7 +99,7 @@ def test_what_is_fully_drawn_is_not_given_back_when_everything_else_is() -> None
         work = book.next_slot(4)
         assert work is not None and work.lease is LEASE
         book.drawn(LEASE.lease_id, work.slot)
-    assert book.give_back_all("stopping") == 1
+    assert book.give_back_all("stopping") == (other.lease_id,)
     assert [each.lease_id for each in book.returns()] == [other.lease_id]
 
 

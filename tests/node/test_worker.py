@@ -200,6 +200,59 @@ def test_an_environment_that_fails_costs_its_leases_and_not_the_node(
     trio.run(scenario)
 
 
+# --- engines that fail ---
+
+
+@dataclass
+class Failing:
+    """The real engine, which fails once after so many steps, as a driver does."""
+
+    inner: Engine
+    steps_left: list[int] = field(default_factory=lambda: [20])
+
+    @property
+    def slots(self) -> int:
+        return self.inner.slots
+
+    @property
+    def loaded_root(self) -> bytes | None:
+        return self.inner.loaded_root
+
+    @property
+    def longest(self) -> int | None:
+        return self.inner.longest
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def descriptor(self) -> EngineDescriptor:
+        return self.inner.descriptor()
+
+    def load(self, policy: Path, root: bytes) -> None:
+        self.inner.load(policy, root)
+
+    def open(self, request: SequenceRequest) -> None:
+        self.inner.open(request)
+
+    def step(self) -> tuple[TurnDone, ...]:
+        self.steps_left[0] -= 1
+        if self.steps_left[0] == 0:
+            raise RuntimeError("the device fell off the bus")
+        return self.inner.step()
+
+    def extend(self, key: str, observed: tuple[int, ...], max_new_tokens: int) -> None:
+        self.inner.extend(key, observed, max_new_tokens)
+
+    def finish(self, key: str) -> tuple[bytes, ...]:
+        return self.inner.finish(key)
+
+    def abort(self, key: str) -> None:
+        self.inner.abort(key)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 @dataclass(frozen=True)
 class Slow:
     """An environment that answers after a while, as a tool over the network does."""
@@ -254,59 +307,6 @@ def test_a_slow_environment_does_not_idle_the_engine(tmp_path: Path, monkeypatch
                 assert judged(w.trainer, digest, tmp_path) == ""
 
     trio.run(scenario)
-
-
-# --- engines that fail ---
-
-
-@dataclass
-class Failing:
-    """The real engine, which fails once after so many steps, as a driver does."""
-
-    inner: Engine
-    steps_left: list[int] = field(default_factory=lambda: [20])
-
-    @property
-    def slots(self) -> int:
-        return self.inner.slots
-
-    @property
-    def loaded_root(self) -> bytes | None:
-        return self.inner.loaded_root
-
-    @property
-    def longest(self) -> int | None:
-        return self.inner.longest
-
-    def usage(self) -> Usage:
-        return self.inner.usage()
-
-    def descriptor(self) -> EngineDescriptor:
-        return self.inner.descriptor()
-
-    def load(self, policy: Path, root: bytes) -> None:
-        self.inner.load(policy, root)
-
-    def open(self, request: SequenceRequest) -> None:
-        self.inner.open(request)
-
-    def step(self) -> tuple[TurnDone, ...]:
-        self.steps_left[0] -= 1
-        if self.steps_left[0] == 0:
-            raise RuntimeError("the device fell off the bus")
-        return self.inner.step()
-
-    def extend(self, key: str, observed: tuple[int, ...], max_new_tokens: int) -> None:
-        self.inner.extend(key, observed, max_new_tokens)
-
-    def finish(self, key: str) -> tuple[bytes, ...]:
-        return self.inner.finish(key)
-
-    def abort(self, key: str) -> None:
-        self.inner.abort(key)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def test_a_broken_engine_is_made_again_and_its_leases_are_given_back(tmp_path: Path) -> None:

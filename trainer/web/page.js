@@ -60,6 +60,8 @@ function nodeRow(node) {
     [number(node.policy_version), "n"],
     [number(node.tokens_per_second), "n"],
     [node.slots_busy + "/" + node.slots_total, "n"],
+    [number(node.slots_waiting), "n"],
+    [node.cache_percent === null ? "–" : number(node.cache_percent) + " %", "n"],
     [number(node.accepted), "n"],
     [number(node.refused), node.refused ? "n bad" : "n"],
     [number(node.audits_passed) + (node.audits_failed ? " (" + node.audits_failed + " failed)" : ""), node.audits_failed ? "n bad" : "n"],
