@@ -129,6 +129,8 @@ class Heartbeat:
     tokens_per_second: Annotated[float, codec.Real()]
     slots_busy: Annotated[int, codec.UInt(65_535)]
     slots_total: Annotated[int, codec.UInt(65_535)]
+    slots_waiting: Annotated[int, codec.UInt(65_535)]  # turns that the engine has no slot for yet
+    cache_percent: Annotated[int | None, codec.Maybe(codec.UInt(100))]  # nil where the engine has no fixed cache
     unsent_traces: Annotated[int, codec.UInt(2**32 - 1)]
     verdict_cursor: Annotated[int, codec.UInt()]
 
