@@ -69,7 +69,7 @@ class ManifestReply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """trainer → node, notice: a new policy is out."""
+    """trainer → node, notice; on the blob protocol node → node: a new policy is out."""
 
     manifest: Annotated[Signed, codec.Object(Signed)]
 
@@ -176,7 +176,7 @@ class AuditAsked:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A node that others may fetch from: where it listens, and the policy versions it holds whole."""
+    """A node that others may fetch from: where it is reached, and the policy versions it holds whole."""
 
     node: Annotated[bytes, codec.Bytes(32)]
     addresses: Annotated[tuple[str, ...], codec.Many(codec.Text(limits.MAX_NAME_CHARACTERS), limits.MAX_PEER_ADDRESSES)]
@@ -185,20 +185,23 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class GetPeers:
-    """node → trainer: this is where I listen (nowhere: I do not serve) and what I hold; who else is there for
-    `version`, and are the nodes in `about` of this run?"""
+    """node → trainer; on the blob protocol node → node or meeting point: this is where I am reached (nowhere: I do
+    not serve) and what I hold; who else is there for `version`, and are the nodes in `about` of this run? To others
+    than the trainer it shows the asker's membership."""
 
     version: Annotated[int | None, codec.Maybe(codec.UInt())]
     addresses: Annotated[tuple[str, ...], codec.Many(codec.Text(limits.MAX_NAME_CHARACTERS), limits.MAX_PEER_ADDRESSES)]
     versions: Annotated[tuple[int, ...], codec.Many(codec.UInt(), limits.MAX_VERSIONS)]
     about: Annotated[tuple[bytes, ...], codec.Many(codec.Bytes(32), limits.MAX_PEERS_ASKED)]
+    membership: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))] = None
 
 
 @dataclass(frozen=True, slots=True)
 class PeersReply:
-    """trainer → node: those of `about` that are connected, then others at random."""
+    """Those of `about` that are connected, then others at random; from the trainer with the asker's membership."""
 
     peers: Annotated[tuple[Peer, ...], codec.Many(codec.Object(Peer), limits.MAX_PEERS_PER_REPLY)]
+    membership: Annotated[Signed | None, codec.Maybe(codec.Object(Signed))] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ SECTIONS = (
     "identity",
     "lease",
     "log",
+    "membership",
     "messages",
     "policy",
     "receipt",
@@ -124,6 +125,12 @@ def address(entry: Entry) -> Any:
 def open_genesis(entry: Entry) -> Any:
     signed = codec.decode(envelope.Signed, raw(entry))
     return run.open_genesis(signed, run=raw(entry, "run"), trainer=maybe(entry, "trainer"))
+
+
+def membership(entry: Entry) -> Any:
+    signed = codec.decode(envelope.Signed, raw(entry))
+    told = {name: raw(entry, name) for name in ("run", "trainer", "node")}
+    return run.open_membership(signed, **told, now_ms=entry["now_ms"])
 
 
 def run_id(entry: Entry) -> bytes:
@@ -214,6 +221,7 @@ OPERATIONS: dict[str, Callable[[Entry], Any]] = {
         peer_id,
         address,
         open_genesis,
+        membership,
         run_id,
         slot_seed,
         merkle_root,
