@@ -1,7 +1,7 @@
 # make run    the main job on the embedded default: a policy that learns from two nodes on this machine
 # make test   unit, network and end-to-end tests
 # Both make .venv and install what they need first. Others: make bench, make lint, make test-smollm2, make fuzz,
-# and, in an environment of its own, make test-vllm.
+# and, with vLLM in an environment of its own, make run-vllm and make test-vllm.
 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
@@ -17,10 +17,14 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
+.PHONY: run run-vllm test test-slow test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
+
+# The same with SmolLM2 and two nodes whose engines are not alike: transformers, and vLLM's CPU build.
+run-vllm: $(VENV)/.run-smollm2 $(VLLM_VENV)/.installed
+	$(BIN)/python scripts/run-demo --policy smollm2 --seed $(SEED) --vllm $(VLLM_VENV)/bin
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -m "not slow and not smollm2 and not vllm"

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,13 +48,14 @@ def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
 class Network:
     """The processes of one run; every one that was started is ended, by its pid."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *, init: Sequence[object] = (), **settings: object) -> None:
+        """`init`: more words for `rltrainer init`."""
         self.folder = folder
         self.run = RunFolder(folder / "run")
         self._stack = ExitStack()
         table = {"listen": "/ip4/127.0.0.1/tcp/0", "page_port": 0, **settings}
         words = [word for name, value in table.items() for word in ("--set", f"{name}={value}")]
-        made = call("trainer.cli", "init", self.run.path, *words)
+        made = call("trainer.cli", "init", self.run.path, *init, *words)
         assert made.returncode == 0, made.stderr
         self.ledger = Ledger(self.run.ledger, read_only=True)
 
