@@ -129,7 +129,7 @@ def _policy(options: argparse.Namespace) -> int:
 
 _CONTROLS_EPILOG = f"""exit codes:
   0  every control that has to be caught was caught in time, and no honest trace was refused
-  1  a bar was missed: its row says which
+  1  a bar was missed (its row says which), or a pair was too noisy to be calibrated
   2  unusable input: no policy, an unknown environment, dtype or control, a page that cannot be written there
   3  this machine failed (out of memory, a full disk, an environment that raised)
 {_ENDINGS}"""

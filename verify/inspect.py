@@ -35,6 +35,7 @@ def as_json(evidence: Evidence, policy: Path | None, reading: Reading | str | No
     trace, lease, verdict = evidence.trace, evidence.lease, evidence.verdict
     tokenizer = None if policy is None else PolicyTokenizer.load(policy)
     return {
+        "spec": "1.0",
         "trace": evidence.signed_trace.digest.hex(),
         "run": evidence.run.hex(),
         "trainer": identity.peer_id(evidence.genesis.trainer),

@@ -9,12 +9,30 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from protocol import calibration, codec, delta, envelope, identity, lease, log, messages, policy, run, trace, verdict
+from node import cli as node_cli
+from protocol import (
+    calibration,
+    codec,
+    delta,
+    envelope,
+    identity,
+    lease,
+    log,
+    messages,
+    policy,
+    run,
+    trace,
+    verdict,
+)
+from protocol import command as endings
 from protocol.errors import Code
-from verify import check, cli, report, run_audit, run_report, thresholds
+from trainer import cli as trainer_cli
+from verify import check, cli, controls, controls_report, files, inspect, report, run_audit, run_report, thresholds
 
 ROOT = Path(__file__).parent.parent.parent
 SPEC = (ROOT / "SPEC.md").read_text()
@@ -193,23 +211,87 @@ def test_the_json_verdict_has_the_keys_that_are_written() -> None:
         assert set(re.findall(r"`(\w+)`", table[key])) == set(inner), key
 
 
-@pytest.mark.parametrize("command", ["check", "audit"])
+def of_command(command: str) -> str:
+    """What chapter 14 says of a command, from its usage on."""
+    chapter_14 = SPEC.split("\n## 14 ")[1].split("\n## 15 ")[0]
+    parts = re.split(r"\n    rlverify (?=\w+ )", chapter_14)
+    return next(part for part in parts if part.startswith(f"{command} "))
+
+
+def keys_of_json(command: str) -> dict[str, str]:
+    """Key → what stands beside it; a row may name several keys."""
+    table = rows(of_command(command).split("| key | value |")[1], 2)
+    return {key: row[1] for row in table for key in re.findall(r"`(\w+)`", row[0])}
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+@pytest.mark.parametrize("command", ["check", "inspect", "calibrate", "controls", "audit"])
 def test_the_arguments_and_exit_codes_of_rlverify_are_those_of_the_command(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     told = capsys.readouterr().out
-    chapter_14 = SPEC.split("\n## 14 ")[1].split("\n## 15 ")[0]
-    of_command = re.split(r"\n    rlverify (?=\w+ )", chapter_14)
-    text = next(part for part in of_command if part.startswith(f"{command} "))
+    text = of_command(command)
+    taken = set(re.findall(r"--[a-z-]+", told.split("exit codes:")[0])) - {"--help"}
     arguments = [row[0] for row in rows(text.split("| exit code")[0], 2)[1:]]
-    codes = [row[0] for row in rows(text, 2) if row[0].isdigit()]
+    codes = [row[0] for row in rows(text, 2) if row[0][:1].isdigit()]
 
-    assert {word for text in arguments for word in re.findall(r"--[a-z-]+", text)} == set(
-        re.findall(r"--[a-z-]+", told)
-    ) - {"--help"}
-    assert codes == re.findall(r"^  (\d)  ", told, re.M)
+    assert {word for text in arguments for word in re.findall(r"--[a-z-]+", text)} == taken
+    assert set(re.findall(r"--[a-z-]+", text.splitlines()[0])) == taken
+    assert codes == re.findall(r"^  (\d[\d, ]*?)  ", told, re.M)
+
+
+@pytest.mark.parametrize(("module", "program"), [(node_cli, "rlnode"), (trainer_cli, "rltrainer"), (cli, "rlverify")])
+def test_the_endings_that_all_commands_share_are_in_every_list_of_exit_codes(
+    capsys: pytest.CaptureFixture[str], module: Any, program: str
+) -> None:
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    told = capsys.readouterr().out.split("exit codes:")[1]
+
+    for code in (endings.FAULT, endings.INTERRUPTED, endings.BROKEN_PIPE):
+        assert re.search(rf"^ .*\b{code}\b", told, re.M), (program, code)
+
+
+def test_the_json_of_inspect_has_the_keys_that_the_spec_lists(tmp_path: Path) -> None:
+    path = tmp_path / "trace.msgpack"
+    path.write_bytes(bytes.fromhex(str(entry("trace_file.json#full")["bytes"])))
+    written = inspect.as_json(files.read_evidence(path), None)
+    listed = keys_of_json("inspect")
+
+    assert set(written) == set(listed)
+    for key in ("policy", "prompt", "engine"):
+        assert set(written[key]) == words(listed[key]), key
+    assert set(written["spans"][0]) == words(listed["spans"])
+
+
+def test_the_json_of_calibrate_has_the_keys_that_the_spec_lists() -> None:
+    made = codec.decode(calibration.Calibration, bytes.fromhex(str(entry("calibration.json#calibration")["bytes"])))
+    written = report.calibration_json(made, Path("file"))
+
+    assert list(written) == list(keys_of_json("calibrate"))
+    for key, cls in (("pair", calibration.Pair), ("limits", calibration.Limits), ("sample", calibration.Sample)):
+        assert list(written[key]) == [name for name, _ in codec.fields_of(cls)]
+
+
+def test_the_json_of_controls_has_the_keys_that_the_spec_lists() -> None:
+    none = np.zeros(0)
+    row = controls.Row(
+        "honest", None, "", 1, 0, 0, None, None, False, 0.0, None, (), none.astype(np.float32), none
+    )  # fmt: skip
+    limits = thresholds.limits_for("float32", "float32")
+    made = controls.Report("policy", "float32", "float32", "tools8@1", limits, True, "", 1.0, (row,))
+    written = controls_report.as_json([made])
+    text = of_command("controls")
+    listed = keys_of_json("controls")
+
+    assert list(written) == list(listed)
+    assert list(written["reports"][0]) == re.findall(r"`(\w+)`", listed["reports"])
+    assert list(written["reports"][0]["rows"][0]) == re.findall(r"`(\w+)`", text.split("\nA row, ")[1].split("\n")[0])
 
 
 def test_the_json_of_an_audit_of_a_log_has_the_keys_that_the_spec_lists() -> None:
