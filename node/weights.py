@@ -90,6 +90,7 @@ class PolicyFollower:
         self._stalled_seconds = stalled_seconds
         self._download = trio.CancelScope()  # of deltas
         self._patience = math.inf
+        self._going: Progress | None = None  # of the download that is running
         self._wanted: tuple[Manifest, Signed] | None = None
         self._changed = trio.Event()
         self._ready_version = -1  # of the newest policy handed on
@@ -286,8 +287,13 @@ class PolicyFollower:
 
     async def _fetch(self, wanted: tuple[Blob, ...], name: str) -> Progress:
         """Have every one of these pieces in the store."""
-        with foremost():
-            return await self._swarm.fetch(wanted, self._keep, name, self._show)
+        self._going = None
+        try:
+            with foremost():
+                return await self._swarm.fetch(wanted, self._keep, name, self._show)
+        finally:
+            if self._going is not None:
+                self._status.fetched.update(self._going.given)
 
     async def _keep(self, blob: Blob, data: bytes) -> None:
         await keep_trying(self._report, "the download", self._store.put_blob, blob.digest, data)
@@ -295,7 +301,9 @@ class PolicyFollower:
         self._download.deadline = trio.current_time() + self._patience
 
     def _show(self, progress: Progress) -> None:
-        self._status.download, self._status.downloading = progress.text(), progress.values()
+        self._going = progress
+        self._status.download = progress.text()
+        self._status.downloading = {"version": self.highest, **progress.values()}
 
     def _say_done(self, manifest: Manifest, progress: Progress, seconds: float, route: Route) -> None:
         fetched = progress.total

@@ -84,13 +84,17 @@ def watch(home: Path, reached: Callable[[str], None]) -> None:
         fsync(handle)
 
     sys.addaudithook(see)
-    os.fsync = seen_fsync
+    os.fsync = seen_fsync  # type: ignore[assignment]
 
 
 def note_into(path: Path) -> Callable[[str], None]:
     """Append each write that is reached to a file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    return lambda name: os.write(handle, f"{name}\n".encode()) and None
+
+    def reached(name: str) -> None:
+        os.write(handle, f"{name}\n".encode())
+
+    return reached
 
 
 def die_at(point: str, occurrence: int) -> Callable[[str], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ import trio
 from node.config import NodeConfig
 from node.peers import PeerBook
 from node.report import Event, Level, Status
-from node.store import HeldPolicy, RunStore
+from node.store import HeldPolicy, RunStore, size_text
 from node.swarm import Swarm
 from node.weights import PolicyFollower
 from protocol.envelope import seal
@@ -26,6 +27,7 @@ from protocol.net import memory
 from protocol.policy import Blob, PolicyFile, policy_root
 from tests.node.rig import EMBEDDED
 from tests.node.small_trainer import Policy, SmallTrainer
+from tests.node.test_store import tiny_disk  # noqa: F401
 
 
 @dataclass
@@ -370,6 +372,25 @@ def test_a_disk_without_room_is_waited_for(
             assert trainer.blobs_served == 0
             free[0] = 10**9
             await download.until_ready(1)
+
+    trio.run(scenario)
+
+
+def test_a_small_disk_is_seen_before_a_byte_is_fetched_and_how_much_is_missing_is_said(
+    tiny_disk: Path,  # noqa: F811
+    trainer: SmallTrainer,
+) -> None:
+    """A real file system of 256 KiB. The pieces and the folder made of them take twice the policy's size."""
+    policy = trainer.publish(EMBEDDED, 1)
+
+    async def scenario() -> None:
+        store = RunStore(tiny_disk, NodeConfig(address=trainer_address(trainer), disk_reserve_bytes=0))
+        async with downloading(tiny_disk, trainer, store=store) as download:
+            download.follower.offer(policy.signed)
+            said = (await download.until_said("storage")).text
+            needed = size_text(2 * policy.manifest.size)
+            assert re.search(rf"policy 1 needs {needed}, the disk of .* has \S+ KiB to spare: free \S+ KiB, or", said)
+            assert trainer.blobs_served == 0 and not list((tiny_disk / "blobs").iterdir())
 
     trio.run(scenario)
 

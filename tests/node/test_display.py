@@ -1,0 +1,93 @@
+"""What a person and a script see of a node's policies: whence they came, how far a download is, what is given on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from node.cli import main
+from node.display import describe_status
+from node.report import Status
+from node.store import write_status
+from protocol.identity import Identity
+from protocol.net import memory
+from tests.node.fetching_node import fetching_node
+from tests.node.rig import EMBEDDED
+from tests.node.small_trainer import SmallTrainer
+from tests.node.stepping import step
+
+
+def rows(status: Status) -> dict[str, str]:
+    text = describe_status({**status.plain(), "running": True, "process": 7})
+    found = [line.strip().partition("  ") for line in text.splitlines()]
+    return {name: value for name, _, value in found}
+
+
+def test_a_download_and_what_came_and_was_given_are_shown_to_people_and_scripts(tmp_path: Path) -> None:
+    """Of a node that fetches from the trainer, from another node, and gives to a third."""
+    trainer, seen = SmallTrainer(), []
+    trainer.publish(EMBEDDED, 0)
+
+    async def scenario() -> None:
+        network = memory.Network()
+        first_who, second_who = Identity.generate(), Identity.generate()
+        with trio.fail_after(60):
+            async with (
+                network.host(trainer.identity) as theirs,
+                network.host(first_who) as first_host,
+                network.host(second_who) as second_host,
+                trio.open_nursery() as nursery,
+            ):
+                trainer.serve(theirs)
+                address = trainer.address(theirs)
+                async with fetching_node(tmp_path / "1", first_host, first_who, address, blobs_in_flight=1) as first:
+                    nursery.start_soon(first.follow, address)
+
+                    def look(digest: bytes, data: bytes) -> bytes:
+                        seen.append((first.status.plain(), rows(first.status)))
+                        return data
+
+                    trainer.on_blob = look
+                    await first.until_ready(0)
+                    async with fetching_node(tmp_path / "2", second_host, second_who, address) as second:
+                        nursery.start_soon(second.follow, address)
+                        await second.until_ready(0)
+                        assert second.status.plain()["fetched_bytes"]["node"] > 0
+                        assert "from other nodes" in rows(second.status)["policies"]
+                    trainer.publish(step(EMBEDDED, tmp_path / "v1", 1), 1, deltas_from=[0])
+                    await trainer.announce(1)
+                    await first.until_ready(1)
+                    after = first.status
+                    nursery.cancel_scope.cancel()
+        assert_shown(trainer, after, seen)
+
+    trio.run(scenario)
+
+
+def assert_shown(trainer: SmallTrainer, after: Status, seen: list[tuple[dict[str, object], dict[str, str]]]) -> None:
+    size, delta = trainer.policies[0].manifest.size, trainer.policies[1].manifest.deltas[0].size
+    plain = after.plain()
+    assert plain["fetched_bytes"] == {"node": 0, "mirror": 0, "trainer": size + delta}
+    assert (plain["policies_whole"], plain["policies_by_delta"]) == (1, 1)
+    assert rows(after)["policies"].startswith(f"1 by delta ({size / delta:.0f} times smaller), 1 whole; ")
+    assert rows(after)["policies"].endswith(" KiB from the trainer")
+    assert rows(after)["sharing"].endswith("/s now") and "given to other nodes" in rows(after)["sharing"]
+    status, shown = seen[3]  # in the middle of the first download
+    going = status["downloading"]
+    assert isinstance(going, dict)
+    assert going.keys() >= {"bytes_left", "bytes_by_source", "bytes_per_second", "seconds_left"}
+    assert (going["version"], going["bytes_total"], going["sources"]) == (0, size, 1)
+    assert 0 < going["bytes_left"] < size and going["bytes_by_source"] == {"trainer": size - going["bytes_left"]}
+    for word in ("policy 0: ", " left, from the trainer, ", "/s, "):
+        assert word in shown["fetching"]
+
+
+def test_the_status_of_a_node_of_an_earlier_release_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = {name: value for name, value in Status().plain().items() if name != "fetched_bytes"}
+    write_status(tmp_path, old)
+    assert main(["status", "--home", str(tmp_path)]) == 0
+    assert "policies" not in capsys.readouterr().out
