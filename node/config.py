@@ -75,6 +75,7 @@ class NodeConfig:
     serve: bool = True  # pieces of policies to other nodes: what makes the trainer's link carry any crowd
     listen: str = "/ip4/0.0.0.0/tcp/0"  # for them, when serving; any free port
     upload_cap: float = 10.0  # MiB a second to all of them together: a home line of 100 Mbit/s is left alone
+    relays: tuple[str, ...] = ()  # addresses of `rlnode relay`, beside the trainer: to be reached and to meet others
     mirrors: tuple[str, ...] = ()  # URLs of static copies (rltrainer publish --mirror)
 
     # --- environments ---

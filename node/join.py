@@ -18,7 +18,9 @@ from node.config import NodeConfig
 from node.engine import CPU_SLOTS, Engine
 from node.failures import foremost
 from node.mirror import MirrorSource
-from node.peers import PeerBook, PeerExchange, told_addresses
+from node.neighbours import Neighbours, meeting_point
+from node.peers import Circle, PeerBook, PeerExchange, told_addresses
+from node.relaying import Relaying
 from node.report import Event, Level, Report, Status
 from node.scout import Scout
 from node.serving import BlobServer
@@ -117,7 +119,8 @@ async def _run_parts(
 ) -> None:
     address, clock, random = config.address, TrainerClock(), Random()
     async with trio.open_nursery() as nursery:
-        book = PeerBook(store.folder / _PEERS_NAME, identity.node)
+        circle = Circle(address.run, address.trainer, clock.now_ms)
+        book = PeerBook(store.folder / _PEERS_NAME, identity.node, circle)
         mirrors = [MirrorSource(url, seconds=config.dial_seconds) for url in config.mirrors]
         swarm = Swarm(nursery, host, config, book, report, random, mirrors=mirrors)
         server = BlobServer(store, book, config.upload_cap * _MIB, status)
@@ -143,7 +146,14 @@ async def _run_parts(
             piece_here=server.tell,
             now_ms=clock.now_ms,
         )
-        exchange = PeerExchange(book, listening, lambda: store.held, lambda: follower.latest, report)
+        relays = (address.dial, *config.relays)
+        relaying = Relaying(host, listening, relays, book.stir, report, status, random)
+        where = relaying.addresses
+        exchange = PeerExchange(book, where, lambda: store.held, lambda: follower.latest, report)
+        points = tuple(meeting_point(nursery, host, relay, config.dial_seconds) for relay in config.relays)
+        neighbours = Neighbours(
+            swarm, server, book, follower, where, lambda: store.held, clock.now_ms, report, random, points=points
+        )
         scout = Scout(swarm, follower, clock.now_ms, status, report, random)
         verdicts = Verdicts(address.run, address.trainer, identity.node, store, report, status)
         submitter = Submitter(terms, config, store, worker, verdicts, report, status)
@@ -153,6 +163,8 @@ async def _run_parts(
         nursery.start_soon(worker.run)
         nursery.start_soon(follower.run)
         nursery.start_soon(scout.run)
+        nursery.start_soon(relaying.run)
+        nursery.start_soon(neighbours.run)
         nursery.start_soon(link.run)
         nursery.start_soon(_keep_status, config, status)
         await stop.wait()

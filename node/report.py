@@ -95,6 +95,7 @@ class Status:
     fetched: Counter[str] = field(default_factory=Counter)  # bytes of policies by kind: node, mirror, trainer
     given_bytes: int = 0  # to other nodes, pieces of policies
     giving: Meter = field(default_factory=Meter)
+    relays: int = 0  # that keep a place for this node; 0 where it is reached without
     tokens: Meter = field(default_factory=Meter)
     started: float = field(default_factory=time.time)
 
@@ -142,6 +143,7 @@ class Status:
             "fetched_bytes": {kind: self.fetched[kind] for kind in ("node", "mirror", "trainer")},
             "given_bytes": self.given_bytes,
             "giving_bytes_per_second": int(self.giving.rate()),
+            "relays": self.relays,
             "started": self.started,
             "written": time.time(),
         }

@@ -6,7 +6,6 @@ Nothing is given that was not checked when it was stored. Not here: fetching (sw
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -20,36 +19,16 @@ from node.store import RunStore
 from protocol import limits, messages
 from protocol.errors import Code, NetError, Refused, RemoteError
 from protocol.net.base import Host, Stream
+from protocol.net.bucket import Bucket
 from protocol.net.session import Session
 
 _STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
 _BLOBS_PER_STREAM: Final = 4  # 4 MiB each, in memory while the other reads slowly
 _UPLOADS: Final = 4  # at once, to all: a few at full speed spread sooner than many slow ones
 _WAITING: Final = 32  # for one of these
+_ANNOUNCED_TO: Final = 8  # nodes that keep in touch with this one
 _LONGEST_WAIT_SECONDS: Final = 20.0  # for the upload cap; who would wait longer is told to ask elsewhere
 _BURST_BYTES: Final = 2 * limits.MAX_BLOB_BYTES
-
-
-class Bucket:
-    """Lets so many bytes a second pass, after a first burst. First come, first served."""
-
-    def __init__(self, rate: float, burst: float = _BURST_BYTES) -> None:
-        """`rate`: bytes a second."""
-        self._rate = rate
-        self._burst = burst
-        self._paid_until = -math.inf  # trio time at which all that passed was within the rate
-
-    def wait_seconds(self, count: int) -> float:
-        """How long `count` more bytes would have to wait now."""
-        return max(0.0, self._next(count) - trio.current_time() - self._burst / self._rate)
-
-    def _next(self, count: int) -> float:
-        return max(self._paid_until, trio.current_time()) + count / self._rate
-
-    async def take(self, count: int) -> None:
-        wait = self.wait_seconds(count)
-        self._paid_until = self._next(count)
-        await trio.sleep(wait)
 
 
 class _Sending:
@@ -91,6 +70,8 @@ class _Visitor:
         self.wants: frozenset[bytes] = frozenset()
         self.news: list[bytes] = []
         self.coming: list[bytes] = []
+        self.is_neighbour = False  # it introduced itself
+        self.announcement: bytes | None = None  # the newest Announce, not passed on yet
         self.has_news = trio.Event()
 
     async def take_place(self) -> None:
@@ -124,13 +105,25 @@ class _Visitor:
             self.coming.append(digest)
             self.has_news.set()
 
+    def announce(self, body: bytes) -> None:
+        self.announcement = body
+        self.has_news.set()
+
     async def pass_news(self) -> None:
         while True:
             await self.has_news.wait()
+            if self.announcement is not None:
+                body, self.announcement = self.announcement, None
+                try:
+                    await self.session.notify(body)
+                except NetError:
+                    return
             first, self.news = self.news[: limits.MAX_HAVE_DIGESTS], self.news[limits.MAX_HAVE_DIGESTS :]
             coming, self.coming = self.coming[: limits.MAX_HAVE_DIGESTS], self.coming[limits.MAX_HAVE_DIGESTS :]
             if not self.news and not self.coming:
                 self.has_news = trio.Event()
+            if not first and not coming:
+                continue
             try:
                 await self.session.notify(messages.pack(messages.Have(tuple(first), tuple(coming))))
             except NetError:
@@ -144,12 +137,13 @@ class BlobServer:
         """`upload_cap`: bytes a second, to all together."""
         self._store = store
         self._book = book
-        self._bucket = Bucket(upload_cap)
+        self._bucket = Bucket(upload_cap, _BURST_BYTES)
         self._status = status
         self._streams: Counter[bytes] = Counter()
         self._visitors: set[_Visitor] = set()
         self._uploads = trio.Semaphore(_UPLOADS)
         self._asked = 0  # blobs being read or waiting for an upload's place
+        self.on_announce: Callable[[bytes, messages.Announce], None] = lambda node, announce: None
 
     def start(self, host: Host) -> None:
         host.serve(messages.BLOB_PROTOCOL, self._stream)
@@ -163,6 +157,11 @@ class BlobServer:
         """This node is asking the trainer for a piece: others need not."""
         for visitor in self._visitors:
             visitor.tell_coming(digest)
+
+    def announce(self, body: bytes) -> None:
+        """Pass an Announce on to the nodes that keep in touch with this one, some of them."""
+        for visitor in [each for each in self._visitors if each.is_neighbour][:_ANNOUNCED_TO]:
+            visitor.announce(body)
 
     async def _stream(self, stream: Stream) -> None:
         peer = stream.peer
@@ -188,13 +187,19 @@ class BlobServer:
         async def answer(body: bytes) -> bytes:
             return messages.pack(await self._answer(visitor, messages.open_body(body)))
 
+        async def on_notice(body: bytes) -> None:
+            if isinstance(announce := messages.open_body(body), messages.Announce) and visitor.is_neighbour:
+                self.on_announce(visitor.session.peer, announce)
+
         try:
-            await visitor.session.run(answer, _ignore_notice)
+            await visitor.session.run(answer, on_notice)
         except (NetError, RemoteError):
             return  # it left, or it broke the protocol and was told
 
     async def _answer(self, visitor: _Visitor, request: Any) -> Any:
-        # SPEC 9.6: a node SHOULD serve only keys that the trainer named to it.
+        if isinstance(request, messages.GetPeers):
+            self._book.show(visitor.session.peer, request.membership)
+        # SPEC 9.6: a node SHOULD serve only keys that the trainer named to it, and those that show its word.
         if not await self._book.admits(visitor.session.peer):
             raise Refused(Code.BUSY, "the trainer has not named you to this node: ask again later, or elsewhere")
         match request:
@@ -204,6 +209,9 @@ class BlobServer:
                 return await self._haves(visitor, request.digests)
             case messages.GetManifest():
                 return self._manifest(request.version)
+            case messages.GetPeers():
+                visitor.is_neighbour = True
+                return self._book.meet(visitor.session.peer, request)
         raise Refused(Code.UNEXPECTED_MESSAGE, f"a node does not answer {type(request).__name__} here")
 
     async def _blob(self, visitor: _Visitor, digest: bytes) -> messages.BlobReply:
@@ -245,7 +253,3 @@ class BlobServer:
             wanted = "a whole policy" if version is None else f"policy {version}"
             raise Refused(Code.NOT_FOUND, f"this node does not hold {wanted}")
         return messages.ManifestReply(found.manifest)
-
-
-async def _ignore_notice(body: bytes) -> None:
-    """Another node tells on the streams that this one opened."""

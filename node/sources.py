@@ -7,6 +7,7 @@ comes out of one has been checked. Not here: which source is asked for what (pie
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
@@ -17,13 +18,14 @@ from protocol import limits, messages
 from protocol.envelope import Signed
 from protocol.errors import Code, DecodeError, NetError, RemoteError, Unreachable, UsageError
 from protocol.identity import peer_id
-from protocol.net.base import Host, Stream
+from protocol.net.base import Address, Host, Stream
 from protocol.net.session import Session
 from protocol.policy import Blob
 
 Reply = TypeVar("Reply")
 
 _NEW_WEIGHT: Final = 0.3  # of the newest measurement in the mean rate
+_DIRECT_SECONDS: Final = 2.0  # a node that can be dialled answers sooner; others are asked for through their relay
 GUESSED_RATE: Final = 1_000_000.0  # bytes a second of a source nobody has tried: a home line's upload
 
 
@@ -88,8 +90,11 @@ class PeerSource:
     dial_seconds: float
     has_all: bool = False  # the trainer: whatever it signed, it has
     on_have: Callable[[messages.Have], None] | None = None  # told of what it has only now
+    on_announce: Callable[[messages.Announce], None] | None = None  # told of policies it heard of
     name: str = ""
+    relay: bytes | None = None  # whom the last connection went through, if through anybody
     _session: Session | None = None
+    _asked: int = 0  # requests of this session that wait for an answer
     _opening: trio.Lock = field(default_factory=trio.Lock)
 
     def __post_init__(self) -> None:
@@ -116,27 +121,52 @@ class PeerSource:
         request = messages.GetManifest(version)
         return (await self._ask(request, messages.ManifestReply, limits.REQUEST_SECONDS, what)).manifest
 
+    async def meet(self, request: messages.GetPeers) -> messages.PeersReply:
+        """Introduce oneself; whom it knows."""
+        return await self._ask(request, messages.PeersReply, limits.REQUEST_SECONDS, f"meeting {self.name}")
+
+    async def announce(self, body: bytes) -> None:
+        """Pass an Announce on, if there is a session. Never raises."""
+        if self._session is not None:
+            with contextlib.suppress(NetError):
+                await self._session.notify(body)
+
     async def _ask(self, request: object, cls: type[Reply], seconds: float, what: str) -> Reply:
         session = await self._open()
+        self._asked += 1
         try:
             reply = await session.request(messages.pack(request), seconds=seconds, what=what)
         except NetError:
             await self._drop(session)
             raise
+        finally:
+            self._asked -= 1
         return messages.expect(cls, reply)
 
     async def _open(self) -> Session:
         async with self._opening:
+            if self._session is not None and self._has_way_around():
+                await self._drop(self._session)
             if self._session is None:
                 self._session = Session(await self._dial())
                 self.nursery.start_soon(self._run, self._session)
             return self._session
 
+    def _has_way_around(self) -> bool:
+        """Whether this session goes through a relay and, a hole being punched, need not any more."""
+        return self.relay is not None and not self._asked and not self.host.is_relayed(self.node)
+
     async def _dial(self) -> Stream:
+        """Directly if that is answered soon; through a relay else."""
         failure: NetError | None = None
-        for address in self.addresses:
+        ways = sorted(self.addresses, key=_is_circuit)
+        for address, following in itertools.zip_longest(ways, ways[1:]):
+            is_soon = following is not None and _is_circuit(following)
+            seconds = min(self.dial_seconds, _DIRECT_SECONDS) if is_soon else self.dial_seconds
             try:
-                return await self.host.open(address, messages.BLOB_PROTOCOL, seconds=self.dial_seconds)
+                stream = await self.host.open(address, messages.BLOB_PROTOCOL, seconds=seconds)
+                self.relay = Address.parse(address).relay if self.host.is_relayed(self.node) else None
+                return stream
             except UsageError as error:  # an address that this host cannot dial
                 failure = Unreachable(str(error))
             except NetError as error:
@@ -149,14 +179,20 @@ class PeerSource:
         await self._drop(session)
 
     async def _on_notice(self, body: bytes) -> None:
-        have = messages.expect(messages.Have, body)
-        if self.on_have is not None:
-            self.on_have(have)
+        match messages.open_body(body):
+            case messages.Have() as have if self.on_have is not None:
+                self.on_have(have)
+            case messages.Announce() as announce if self.on_announce is not None:
+                self.on_announce(announce)
 
     async def _drop(self, session: Session) -> None:
         if self._session is session:
             self._session = None
             await session.close()
+
+
+def _is_circuit(address: str) -> bool:
+    return "/p2p-circuit/" in address
 
 
 async def _refuse_request(body: bytes) -> bytes:

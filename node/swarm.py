@@ -154,19 +154,24 @@ class Swarm:
         return self._records.setdefault(source.name, Record())
 
     def nodes(self) -> list[PeerSource]:
-        """The other nodes of the last list that say where they listen and are not left alone now."""
+        """The other nodes that say where they are reached and are not left alone now."""
         now = trio.current_time()
-        found = [self._node(node) for node in self._book.peers if self._book.peers[node].addresses]
+        found = [self._node(peer) for peer in self._book.known().values() if peer.addresses]
         return [each for each in found if each.addresses and self.record(each).rests_until <= now]
 
-    def _node(self, node: bytes) -> PeerSource:
-        dialled = (peer_address(each, node) for each in self._book.peers[node].addresses)
+    def _node(self, peer: messages.Peer) -> PeerSource:
+        dialled = (peer_address(each, peer.node) for each in peer.addresses)
         addresses = tuple(each for each in dialled if each is not None)
-        known = self._nodes.get(node)
+        known = self._nodes.get(peer.node)
         if known is None:
-            known = self._nodes[node] = PeerSource(self._nursery, self._host, node, addresses, self.pace.dial)
+            known = PeerSource(self._nursery, self._host, peer.node, addresses, self.pace.dial)
+            self._nodes[peer.node] = known
         known.addresses = addresses
         return known
+
+    def costs_trainer(self, source: Source) -> bool:
+        """Whether what this node gives goes through the trainer: it had better give it itself."""
+        return isinstance(source, PeerSource) and source.relay == self._config.address.trainer
 
     def ban(self, node: bytes) -> None:
         self._host.ban(node, self.pace.ban)
@@ -268,6 +273,7 @@ class _Download:
                 self._greeted_by.add(line.source.name)
                 if self._greeting and self._greeting <= self._greeted_by:
                     self._greeted.set()
+            line.offer.last_resort = line.kind == "trainer" or self._swarm.costs_trainer(line.source)
             line.offer.lacks.clear()
             line.offer.answers = line.record.rests_until <= trio.current_time()
             line.wake()
@@ -321,8 +327,15 @@ class _Download:
             return self._pieces.choose(line.offer, now)
         if number and self._pieces.helpers(now) > _MANY:
             return None
+        if line.offer.last_resort and self._trainer_gives(now):
+            return None
         in_flight = sum(len(each.offer.asks) for each in self._lines.values() if each.kind != "trainer")
         return self._pieces.choose(line.offer, now) if in_flight < self._config.blobs_in_flight else None
+
+    def _trainer_gives(self, now: float) -> bool:
+        """Whether the trainer answers, or was not asked yet."""
+        line = self._lines.get(self._swarm.trainer.name)
+        return line is None or line.offer.is_usable(now) or not (line.record.failures or line.record.rests_until > now)
 
     async def _ask(self, line: Line, blob: Blob) -> None:
         now, expected = trio.current_time(), line.record.expected_seconds(blob.length)

@@ -87,6 +87,7 @@ class PolicyFollower:
         self._status = status
         self._piece_here = piece_here
         self._now_ms = now_ms
+        self.on_newer: Callable[[Signed], None] = lambda signed: None  # told of each manifest that is followed
         self._stalled_seconds = stalled_seconds
         self._download = trio.CancelScope()  # of deltas
         self._patience = math.inf
@@ -114,6 +115,7 @@ class PolicyFollower:
         self._status.latest_version = manifest.version
         self._wanted = (manifest, signed)
         self._changed.set()
+        self.on_newer(signed)
 
     def _checked(self, signed: Signed, heard_from: str, now_ms: int | None) -> Manifest:
         """A manifest of this run's trainer. Raises RemoteError."""

@@ -9,13 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 from protocol import limits
 from protocol.errors import UsageError
 from protocol.outputs import cause
+from trainer.advantage import ADVANTAGES
 from verify.standing import LEAST_FIRST
+
+# Settings that name something, and the names there are. Losses live beside torch, which a configuration does not load.
+NAMED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "loss": ("difference", "grpo", "two-sided", "cispo", "token-tis", "gspo"),
+        "advantage": tuple(ADVANTAGES),
+        "schedule": ("constant", "linear", "cosine"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,11 @@ class TrainerConfig:
     # network
     listen: str = "/ip4/0.0.0.0/tcp/4001"  # multiaddr the gateway listens on; tcp/0 takes a free port
     announce: str = ""  # multiaddr printed for nodes when it differs from `listen` (behind NAT, a DNS name)
+    relay_mib_per_second: float = 2.0  # for nodes behind NAT to reach each other, all together; 0: it is no relay
+    relay_nodes: int = 256  # nodes behind NAT that others reach through it
+    relay_circuits: int = 64  # pairs of nodes connected through it at once; most find a direct way soon
+    relay_circuit_mib: int = 256  # one pair; then it connects anew
+    relay_circuit_minutes: float = 30.0
     page_host: str = "127.0.0.1"  # the page shows node ids and needs no login: open it up on purpose only
     page_port: int = 8420  # 0 takes a free port
 
@@ -49,17 +67,29 @@ class TrainerConfig:
     auditor_memory_mib: int = 0
 
     # learning (docs of each: trainer/loss.py)
+    loss: str = "difference"  # difference, grpo, two-sided, cispo, token-tis or gspo
+    advantage: str = "mean"  # mean, grpo (over the standard deviation) or rloo
     learning_rate: float = 1e-6
     warmup_steps: int = 10
+    schedule: str = "constant"  # constant, linear or cosine: from warm-up's end down to final_learning_rate
+    schedule_steps: int = 0  # steps until final_learning_rate is reached; 0: `steps`
+    final_learning_rate: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     weight_decay: float = 0.0
     gradient_clip: float = 1.0  # global norm
     mask_difference: float = 0.2  # probability difference beyond which a token leaves the loss
-    ratio_cap: float = 4.0  # cap of exp(log pi - log mu)
+    ratio_cap: float = 4.0  # cap of exp(log pi - log mu): of difference, two-sided and token-tis
+    clip_low: float = 0.0  # of grpo, two-sided and gspo; 0: the loss's own
+    clip_high: float = 0.0  # of these and cispo; above clip_low it is DAPO's clip-higher, 0.28 there
     log_ratio_penalty: float = 1e-3  # weight of the squared log ratio
     loss_tokens: int = 0  # constant the loss is divided by; 0: group_size * groups_per_step * max_turn_tokens
+    length_penalty: float = 0.0  # taken from the reward of a completion as long as max_tokens; 0: none
+    length_ramp: int = 0  # drawn tokens below max_tokens from which it grows; 0: a fifth of max_tokens
+    mask_overlong: bool = False  # leave completions that were cut off out of the loss; their group's mean keeps them
+    node_batch_share: float = 0.5  # most of a batch one node may have drawn while groups of others wait
     micro_batch_tokens: int = 8192  # tokens in one forward and backward
+    gradient_checkpointing: bool = False  # compute activations twice: a third slower, memory of one layer
     staleness_target: int = 4  # versions; dispatch slows down beyond it
     staleness_limit: int = 8  # versions; an older group is dropped
     steps: int = 0  # stop after so many policy versions; 0: go on
@@ -72,18 +102,22 @@ class TrainerConfig:
     keep_traces: int = 20_000  # trace bodies kept in the ledger; digests and verdicts stay for ever
 
     def __post_init__(self) -> None:
+        for name, known in NAMED.items():
+            if getattr(self, name) not in known:
+                raise UsageError(f"config: {name} = {getattr(self, name)!r} is not known; known: {', '.join(known)}")
         positive = (
             "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
             "open_groups", "auditors", "auditor_batch_tokens", "auditor_seconds", "learning_rate",
             "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces",
-            "temperature",
+            "temperature", "relay_nodes", "relay_circuits", "relay_circuit_mib", "relay_circuit_minutes",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
         from_zero = (
-            "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens", "staleness_target", "steps",
-            "log_ratio_penalty",
+            "relay_mib_per_second", "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens",
+            "staleness_target", "steps", "log_ratio_penalty", "clip_low", "clip_high", "length_penalty", "length_ramp", "schedule_steps",
+            "final_learning_rate",
         )  # fmt: skip
         for name in from_zero:
             if getattr(self, name) < 0:
@@ -94,6 +128,14 @@ class TrainerConfig:
             raise UsageError(f"config: group_size must be from 2 to {limits.MAX_GROUP_SIZE}")
         if self.max_tokens > limits.MAX_TRACE_TOKENS:
             raise UsageError(f"config: max_tokens may be at most {limits.MAX_TRACE_TOKENS}")
+        if self.clip_low >= 1.0:
+            raise UsageError("config: clip_low must be below 1: a ratio is never below 0")
+        if not self.length_ramp <= self.max_tokens:
+            raise UsageError("config: length_ramp may be at most max_tokens")
+        if not 0.0 < self.node_batch_share <= 1.0:
+            raise UsageError("config: node_batch_share must be above 0 and at most 1")
+        if self.schedule != "constant" and not self.schedule_steps and not self.steps:
+            raise UsageError(f"config: schedule = {self.schedule!r} must know its end: set schedule_steps, or steps")
         if not 0.0 < self.audit_floor <= 1.0:
             raise UsageError("config: audit_floor must be above 0 and at most 1: without audits nothing is verified")
         if self.audit_first < LEAST_FIRST:

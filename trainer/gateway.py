@@ -36,12 +36,14 @@ from protocol.errors import (
     StorageError,
 )
 from protocol.identity import peer_id
-from protocol.net.base import Address, Host, Stream
+from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest
 from protocol.run import RunAddress
 from trainer.child import alone, end_with_parent, now_ms, say
+from trainer.config import TrainerConfig
 from trainer.leasing import Leasing
+from trainer.network import write_network
 from trainer.office import MANIFEST_DAYS, Office, figures, open_office, sign_calibrations, sign_manifest
 from trainer.peers import PeerList
 from trainer.rundir import Run, open_run
@@ -54,6 +56,7 @@ POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some m
 TIDY_SECONDS: Final = 1.0
 PRUNE_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
+NETWORK_SECONDS: Final = 2.0
 STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
 DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 BLOB_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
@@ -85,6 +88,10 @@ class Gateway:
             self._nursery = nursery
             host.serve(messages.SESSION_PROTOCOL, self._session)
             host.serve(messages.BLOB_PROTOCOL, self._blobs)
+            relay = relay_limits(self.office.run.config)
+            if relay is not None:
+                host.relay(relay, lambda node: node in self._visits)
+            nursery.start_soon(self._write_network, host)
             nursery.start_soon(self._watch_ledger)
             nursery.start_soon(self._tidy)
             nursery.start_soon(self._prune)
@@ -267,6 +274,12 @@ class Gateway:
             if beats or arrivals:
                 await self._try(lambda beats=beats, arrivals=arrivals: self._record_beats(beats, arrivals))
 
+    async def _write_network(self, host: Host) -> None:
+        """What the network costs, for whoever looks at the run (network.py)."""
+        while True:
+            await trio.to_thread.run_sync(write_network, self.office.run.folder, host.statistics(), now_ms())
+            await trio.sleep(NETWORK_SECONDS)
+
     def note_versions(self, node: bytes, versions: Collection[int], received_ms: int) -> None:
         """A node tells which policies it has; some are news."""
         for version in versions:
@@ -336,6 +349,19 @@ class Gateway:
     def _event(self, kind: str, text: str) -> None:
         at_ms = now_ms()
         self.office.clerk.submit(lambda: self.writer.add_event(at_ms, kind, text))
+
+
+def relay_limits(config: TrainerConfig) -> RelayLimits | None:
+    """What the gateway gives away as a relay; None: it is none."""
+    if not config.relay_mib_per_second:
+        return None
+    return RelayLimits(
+        reservations=config.relay_nodes,
+        circuits=config.relay_circuits,
+        circuit_bytes=config.relay_circuit_mib * 1024 * 1024,
+        circuit_seconds=config.relay_circuit_minutes * 60,
+        bytes_per_second=config.relay_mib_per_second * 1024 * 1024,
+    )
 
 
 async def _ignore_notice(body: bytes) -> None:

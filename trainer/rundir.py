@@ -1,6 +1,6 @@
 """The folder of a run: which file lies where, and what is read from it at start.
 
-    RUN/config.toml  genesis.msgpack  address  port  page  ledger.sqlite  lock  *.lock
+    RUN/config.toml  genesis.msgpack  address  port  page  network.json  ledger.sqlite  lock  *.lock
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
     RUN/policies/000012/                   published policies, Hugging Face folders in bfloat16
     RUN/deltas/000012/*.ulpd1              how to make one from an earlier one
@@ -53,6 +53,11 @@ class RunFolder:
     def page(self) -> Path:
         """The page's URL, written once it is served."""
         return self.path / "page"
+
+    @property
+    def network(self) -> Path:
+        """What the gateway's network carries, written by it every few seconds."""
+        return self.path / "network.json"
 
     @property
     def ledger(self) -> Path:

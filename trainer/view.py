@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer.network import network_line, read_network
 from trainer.rundir import Run
 
 
@@ -100,6 +101,9 @@ def notes(run: Run, found: dict[str, Any]) -> list[Text]:
         lines.append(Text(f"engines  {pair['pair']}: {about}", style="dim"))
     if found["policies"]:
         lines.append(Text(f"policy  {policy_line(found['policies'])}", style="dim"))
+    network = read_network(run.folder)
+    if network is not None:
+        lines.append(Text(f"network  {network_line(network)}", style="dim"))
     if found["dropped"]:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
         lines.append(Text(f"groups given up: {causes}", style="dim"))

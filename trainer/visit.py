@@ -9,10 +9,11 @@ import itertools
 from typing import TYPE_CHECKING, Any, Final
 
 from protocol import codec, limits, messages
-from protocol.envelope import Signed
+from protocol.envelope import Signed, seal
 from protocol.errors import Code, Refused, StorageError, UsageError
 from protocol.messages import Version
 from protocol.net.session import Session
+from protocol.run import Membership
 from trainer import reaudit
 from trainer.child import now_ms
 from trainer.inbox import Arrival
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from trainer.gateway import Gateway
 
 REQUESTS_AT_ONCE: Final = 32  # of one node
+MEMBERSHIP_DAYS: Final = 7  # longer than a trainer is away without its nodes being told
 VERDICT_BYTES: Final = 2 * 1024 * 1024  # of verdicts in one reply
 
 
@@ -138,7 +140,9 @@ class Visit:
 
     async def _peers(self, request: messages.GetPeers, received_ms: int) -> messages.PeersReply:
         self._gateway.peers.note(self.node, request)
-        return messages.PeersReply(self._gateway.peers.choose(self.node, request))
+        membership = Membership(self._office.run.run, self.node, received_ms + MEMBERSHIP_DAYS * 86_400_000)
+        chosen = self._gateway.peers.choose(self.node, request)
+        return messages.PeersReply(chosen, seal(self._office.signer, membership))
 
 
 def check_clock(theirs_ms: int, ours_ms: int) -> None:

@@ -248,7 +248,7 @@ class Host(Protocol):
     # --- behind NAT ---
 
     def relay(self, limits: RelayLimits, admits: Callable[[bytes], bool]) -> None:
-        """Be a relay from now on, for the peers that `admits` says yes to."""
+        """Be a relay from now on. `admits`: which peers may have places; whoever wants may connect to those."""
 
     async def reserve(self, relay: str, *, seconds: float) -> Reservation:
         """Have a place kept at the relay at this address, or renew it. Raises Unreachable, which says why not."""

@@ -349,8 +349,8 @@ class _Host:
         relay = self._peers.get(via.node)
         if relay is None or relay._relay is None:
             raise unreachable.relay_declined(target, via, "it is no relay")
-        limits, admits = relay._relay
-        if (cause := relay._cause_against(self.node, target.node, admits)) is not None:
+        limits, _ = relay._relay
+        if (cause := relay._cause_against(self.node, target.node)) is not None:
             relay._relay_refusals += 1
             raise unreachable.relay_declined(target, via, cause)
         peer = relay._peers[target.node]
@@ -360,9 +360,7 @@ class _Host:
         self._circuits[peer.node] = peer._circuits[self.node] = circuit
         peer._nursery.start_soon(peer._punch, self, circuit)
 
-    def _cause_against(self, source: bytes, target: bytes, admits: Callable[[bytes], bool]) -> str | None:
-        if not admits(source):
-            return "PERMISSION_DENIED"
+    def _cause_against(self, source: bytes, target: bytes) -> str | None:
         refusal = self.places.refusal(source, target)
         if refusal is not None:
             return refusal.name

@@ -97,7 +97,7 @@ class Relay:
         try:
             fields = await circuit.receive(channel)
             # The specification: no places and no circuits over circuits.
-            if is_relayed or not self._admits(peer):
+            if is_relayed:
                 await self._decline(channel, Status.PERMISSION_DENIED)
                 return
             match protobuf.number(fields, 1, -1):
@@ -118,6 +118,9 @@ class Relay:
             await protobuf.send(channel, circuit.hop_status(status))
 
     async def _reserve(self, channel: Channel, peer: bytes) -> None:
+        if not self._admits(peer):
+            await self._decline(channel, Status.PERMISSION_DENIED)
+            return
         if not self.places.reserve(peer, self._is_here):
             await self._decline(channel, Status.RESERVATION_REFUSED)
             return
@@ -160,7 +163,7 @@ class Relay:
     # --- carrying ---
 
     async def _carry(self, one: Channel, other: Channel) -> None:
-        """Say that it begins; then until an end closes, nothing moves for a while, or its bytes or its time are used up."""
+        """Say that it begins; then until an end closes, nothing moves for a while, or bytes or time are used up."""
         ends = trio.current_time() + self.limits.circuit_seconds
         budget = [self.limits.circuit_bytes]
         try:

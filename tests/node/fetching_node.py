@@ -16,7 +16,9 @@ import trio
 
 from node.asking import Asker
 from node.config import NodeConfig
-from node.peers import PeerBook, PeerExchange, told_addresses
+from node.neighbours import Neighbours, meeting_point
+from node.peers import Circle, PeerBook, PeerExchange, told_addresses
+from node.relaying import Relaying
 from node.report import Event, Status
 from node.scout import Scout
 from node.serving import BlobServer
@@ -128,6 +130,7 @@ async def fetching_node(
     mirrors: Sequence[Source] = (),
     pace: Pace = QUICK,
     scout_seconds: float = 0.3,
+    meet_seconds: float = 1.0,
     seed: int = 1,
     **changes: object,
 ) -> AsyncIterator[FetchingNode]:
@@ -146,7 +149,7 @@ async def fetching_node(
             node.book.stir()
             node.tell()
 
-        book = PeerBook(folder / "peers.msgpack", who.node)
+        book = PeerBook(folder / "peers.msgpack", who.node, Circle(address.run, address.trainer, _now_ms))
         swarm = Swarm(nursery, host, config, book, report, random, mirrors=mirrors, pace=pace)
         server = BlobServer(store, book, config.upload_cap * 2**20, status)
         swarm.on_coming = server.tell_coming
@@ -161,11 +164,29 @@ async def fetching_node(
         follower = PolicyFollower(
             address.run, address.trainer, store, swarm, ready, report, status, piece_here=piece_here
         )
-        exchange = PeerExchange(book, listening, lambda: store.held, lambda: follower.latest, report)
+        relaying = Relaying(host, listening, (address.dial, *config.relays), book.stir, report, status, random)
+        where = relaying.addresses
+        exchange = PeerExchange(book, where, lambda: store.held, lambda: follower.latest, report)
+        points = [meeting_point(nursery, host, each, config.dial_seconds) for each in config.relays]
+        neighbours = Neighbours(
+            swarm,
+            server,
+            book,
+            follower,
+            where,
+            lambda: store.held,
+            _now_ms,
+            report,
+            random,
+            points=points,
+            seconds=meet_seconds,
+        )
         node = FetchingNode(host, config, store, book, swarm, follower, exchange, status)
         waits = {"first_seconds": scout_seconds, "seconds": scout_seconds}
         scout = Scout(swarm, follower, _now_ms, status, report, random, **waits)
         nursery.start_soon(follower.run)
         nursery.start_soon(scout.run)
+        nursery.start_soon(relaying.run)
+        nursery.start_soon(neighbours.run)
         yield node
         nursery.cancel_scope.cancel()

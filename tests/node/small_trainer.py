@@ -27,7 +27,7 @@ from protocol.net.base import Host, Stream
 from protocol.net.session import Session
 from protocol.policy import DELTA_CODEC, Blob, Delta, Manifest, describe, policy_root
 from protocol.policy_delta import delta_between
-from protocol.run import EnvironmentShare, Genesis, RunAddress, run_id
+from protocol.run import EnvironmentShare, Genesis, Membership, RunAddress, run_id
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Fingerprint, Outcome, Reason, Receipt, Verdict
 from trainer.peers import PeerList
@@ -123,9 +123,9 @@ class SmallTrainer:
         for stream in [*self._streams]:
             await stream.reset()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
         """Wait for something a test is after, with a deadline."""
-        with trio.fail_after(90):
+        with trio.fail_after(seconds):
             while not condition():
                 await self.changed.wait()
 
@@ -183,7 +183,8 @@ class SmallTrainer:
                 return self._give_leases(node, request)
             case messages.GetPeers():
                 self.peers.note(node, request)
-                return messages.PeersReply(self.peers.choose(node, request))
+                membership = seal(self.identity, Membership(self.run, node, self.now() + 10**9))
+                return messages.PeersReply(self.peers.choose(node, request), membership)
             case messages.ReturnLease():
                 self.returned[request.lease_id] = request.cause
                 return messages.Returned()
