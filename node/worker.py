@@ -234,7 +234,8 @@ class Worker:
             except EngineError as error:
                 if not self.described.is_set():
                     raise LocalError(str(error)) from None  # there never was an engine here
-                if self._status.traces_drawn > drawn or self._lower_slots(error):
+                lowered = self._lower_slots(error)
+                if self._status.traces_drawn > drawn or lowered:
                     delays, failures = backoff(self._random, first=1.0, cap=300.0), 0
                 failures += 1
                 given = len(self.book.give_back_all(f"the engine failed: {error}"[:1024]))
@@ -243,7 +244,7 @@ class Worker:
                         f"the engine failed {failures} times in a row and drew nothing between: {error}"
                     ) from error
                 delay = next(delays)
-                fewer = f" with {self._slots} slots" if isinstance(error, OutOfMemory) else ""
+                fewer = f" with {self._slots} slots" if lowered else ""
                 self._say(
                     "engine_failed",
                     f"{error}; {given} leases given back, the engine is made again{fewer} in {delay:.0f} s",
@@ -269,6 +270,7 @@ class Worker:
                     nursery.start_soon(engine.run)
                     self.descriptor = await engine.call(lambda each: each.descriptor())
                     self._status.engine = _describe(self.descriptor)
+                    self._status.slots_total = engine.slots
                     self._engine = engine
                     self.described.set()
                     await self._draw_all(engine, nursery)
@@ -363,6 +365,7 @@ class Worker:
         if await engine.call(lambda each: each.loaded_root) != target.root:
             raise EngineError(f"the engine loaded another policy than version {target.version}")
         self.descriptor = await engine.call(lambda each: each.descriptor())  # how it samples shows with a policy
+        self._status.slots_total = engine.slots  # and so does how many it has room for
 
     def _unusable(self, target: HeldPolicy, why: str) -> None:
         """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""

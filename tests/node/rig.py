@@ -104,14 +104,14 @@ class World:
 
 
 @asynccontextmanager
-async def world(folder: Path, *, publish: bool = True) -> AsyncIterator[World]:
+async def world(folder: Path, *, publish: bool = True, seconds: float = DEADLINE_SECONDS) -> AsyncIterator[World]:
     import node.transformers_engine  # noqa: F401  # many seconds the first time, and not of the test's own
 
     network = memory.Network()
     trainer = SmallTrainer()
     if publish:
         trainer.publish(EMBEDDED, 0)
-    with trio.fail_after(DEADLINE_SECONDS):
+    with trio.fail_after(seconds):
         async with network.host(trainer.identity) as host, trio.open_nursery() as nursery:
             trainer.serve(host)
             yield World(network, trainer, host, nursery, folder)

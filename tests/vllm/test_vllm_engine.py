@@ -14,10 +14,13 @@ import psutil
 import pytest
 import trio
 
-from node.engine import SequenceRequest, TurnDone, probe
+from node import vllm_engine
+from node.config import NodeConfig
+from node.engine import EngineBroken, OutOfMemory, SequenceRequest, TurnDone, probe
 from node.engine_thread import EngineThread
 from protocol.errors import EngineError, PolicyError
 from protocol.limits import PROOF_CHUNK_TOKENS
+from tests.node.rig import world
 from tests.vllm.conftest import EMBEDDED, SMOLLM2, make_policy
 
 if importlib.util.find_spec("vllm") is not None:
@@ -369,8 +372,15 @@ def test_a_policy_that_vllm_cannot_run_is_refused_with_its_reason(
         engine.load(tmp_path / "damaged", B)
     engine.load(policies["a"], A)
     draw(engine, [request(0)])
-    with pytest.raises(EngineError, match="not a dtype"):
-        VllmEngine(dtype="int3")
+    shutil.copytree(policies["a"], tmp_path / "unknown")
+    config = json.loads((tmp_path / "unknown" / "config.json").read_text())
+    config |= {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]}
+    (tmp_path / "unknown" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=r"vLLM cannot run the policy in .*nonsense"):
+        engine.load(tmp_path / "unknown", B)
+    engine.load(policies["a"], A)
+    with pytest.raises(EngineError, match=r"'float16' is not a dtype that a trace can be audited in"):
+        VllmEngine(dtype="float16")
 
 
 def test_weights_that_are_not_numbers_give_an_error_and_no_trace(
@@ -388,6 +398,121 @@ def test_weights_that_are_not_numbers_give_an_error_and_no_trace(
             run(engine, 1)
     finally:
         engine.close()
+
+
+# --- how busy it is, and what becomes of it when it fails ---
+
+
+def test_it_says_how_many_are_drawn_how_many_wait_and_how_full_the_cache_is(engine: Any) -> None:
+    assert engine.usage().drawing == 0
+    for index in range(7):
+        engine.open(request(index, tokens=60))
+    for _ in range(12):
+        engine.step()
+    usage = engine.usage()
+    assert (usage.drawing, usage.waiting) == (4, 3)
+    assert usage.cache is not None and 0 < usage.cache < 0.2
+    run(engine, 7)
+    assert engine.usage().drawing == engine.usage().waiting == 0
+
+
+def test_an_engine_with_less_room_than_the_policy_knows_positions_says_so(
+    alone: None, policies: dict[str, Path]
+) -> None:
+    engine = VllmEngine(slots=2, threads=1, settings={"max_model_len": 64})
+    try:
+        engine.load(policies["a"], A)
+        assert engine.longest == 64
+        with pytest.raises(EngineError, match="more than the 64 that vLLM can hold"):
+            engine.open(SequenceRequest("0", (5, 6), 1, 1.0, 63))
+    finally:
+        engine.close()
+
+
+def test_a_start_that_runs_out_of_memory_is_made_again_with_fewer_slots(
+    alone: None, policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def on_a_small_card(arguments: dict[str, Any], own_process: bool) -> tuple[Any, bool]:
+        asked.append(arguments["max_num_seqs"])
+        if asked[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return make(arguments, own_process)
+
+    make = vllm_engine._make_vllm
+    monkeypatch.setattr(vllm_engine, "_make_vllm", on_a_small_card)
+    engine = VllmEngine(slots=8, threads=1)
+    try:
+        engine.load(policies["a"], A)
+        assert asked[:3] == [8, 4, 2] and engine.slots == 2
+        requests = [request(index, tokens=12) for index in range(5)]
+        audit_drawn(policies["a"], requests, draw(engine, requests))
+        monkeypatch.setattr(vllm_engine, "_make_vllm", _always_full)
+        with pytest.raises(EngineError, match=r"vLLM cannot run the policy in .*no memory for 1 sequences"):
+            engine.load(policies["untied"], B)
+    finally:
+        engine.close()
+
+
+def _always_full(arguments: dict[str, Any], own_process: bool) -> tuple[Any, bool]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_what_vllm_raises_is_told_apart() -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    assert type(vllm_engine._fault_of(torch.OutOfMemoryError("CUDA out of memory"))) is OutOfMemory
+    assert type(vllm_engine._fault_of(EngineDeadError())) is EngineBroken
+    plain = vllm_engine._fault_of(ValueError("what was asked"))
+    assert not isinstance(plain, EngineBroken) and "ValueError: what was asked" in str(plain)
+
+
+def test_the_process_that_holds_the_model_tells_why_it_ended_by_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "errors.log"
+    log.write_text(
+        "EngineCore encountered a fatal error.\nTraceback (most recent call last):\n  File 'x', line 1\n"
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+        "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+    )
+    monkeypatch.setattr(vllm_engine, "_log", log)
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    found = vllm_engine._fault_of(EngineDeadError())
+    assert type(found) is OutOfMemory and "Tried to allocate 2.00 GiB" in str(found)
+    failed = RuntimeError("Engine core initialization failed. See root cause above.")
+    assert vllm_engine._is_out_of_memory(failed)
+    log.write_text("ValueError: no such layer\n")
+    assert not vllm_engine._is_out_of_memory(failed)
+
+
+def test_a_node_whose_vllm_is_killed_gives_its_leases_back_and_goes_on(
+    alone: None, policies: dict[str, Path], tmp_path: Path
+) -> None:
+    """As on a GPU, vLLM's core is a process of its own; `kill -9` takes it away in the middle of the work."""
+
+    def make(config: NodeConfig) -> VllmEngine:
+        return VllmEngine(slots=4, threads=1, own_process=True)
+
+    async def scenario() -> None:
+        async with world(tmp_path, publish=False, seconds=600) as w:
+            w.trainer.publish(policies["a"], 0)
+            node = w.node(make=make)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4, 500)
+            for child in psutil.Process().children(recursive=True):
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+            said = await node.until_said("engine_failed")
+            assert "vLLM" in said.text and "leases given back" in said.text
+            await w.trainer.until(lambda: any("the engine failed" in each for each in w.trainer.returned.values()))
+            count = len(w.trainer.traces)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 4, 500)
+            assert node.failure is None
+            await node.leave()
+
+    trio.run(scenario)
 
 
 # --- rows, without a model ---
