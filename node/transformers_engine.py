@@ -132,11 +132,12 @@ class TransformersEngine:
             raise EngineError(f"a policy cannot be loaded while {len(self._open)} sequences are open: close them first")
         stop_ids = PolicyTokenizer.load(policy).stop_ids
         previous, self.loaded_root = self.loaded_root, None
+        self._cache.clear()  # keys and values of the policy before
         if self._model is None or previous is None or not self._model.swap(policy):
             self._model = None  # the old one's memory is needed for the new one
-            self._cache.clear()
             self._model = PolicyModel(policy, self._dtype, str(self._device))
             check_cached_decoding(self._model)
+        self._model.spot_check(policy)
         self._stop_ids = stop_ids
         self.loaded_root = root
 

@@ -62,6 +62,7 @@ class PolicyModel:
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
         self._plain_head: bool | None = None
         self._packed: PackedLinears | wide.WideLinears | None = None
+        self._checkpointed: list[nn.Module] = []
 
     def pack(self) -> None:
         """Run the linear layers from copies made for this CPU's kernels: faster, for more memory. Does nothing for
@@ -97,6 +98,10 @@ class PolicyModel:
         if cache is not None:
             arguments[self._cache_argument] = cache
         self._tap.rows, self._tap.closed = rows, not head
+        for layer in self._checkpointed:
+            # Layers do it in training mode alone, and then keep no cache. They are put there without what is inside
+            # them, whose dropout stays off.
+            layer.training = cache is None and torch.is_grad_enabled()
         logits: Tensor = self._model(**arguments).logits[0]
         return self._tap.take(), logits
 
@@ -126,17 +131,36 @@ class PolicyModel:
     def causal_mask(self, positions: Tensor, columns: int) -> Any:
         """Additive attention mask for queries at positions [B, L] over keys in columns 0..columns-1, column =
         position. In the form the model wants: a tensor [B, 1, L, columns], or one a kind of attention."""
-        if not self.attention_kinds <= {_FULL, _SLIDING}:
+        if not self.takes_masks:
             other = ", ".join(sorted(self.attention_kinds - {_FULL, _SLIDING}))
             raise EngineError(f"this engine cannot decode a model with {other}: use vLLM for this policy")
-        keys = torch.arange(columns, device=self.device)
-        here = positions[:, None, :, None]
-        seen = keys <= here
+        behind = positions[:, :, None] - torch.arange(columns, device=self.device)
+        return self.attention_mask(behind >= 0, behind)
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether every layer attends by a mask, so that who sees what may be chosen."""
+        return self.attention_kinds <= {_FULL, _SLIDING}
+
+    def attention_mask(self, seen: Tensor, behind: Tensor) -> Any:
+        """Additive attention mask from which keys each query sees, bool [B, L, keys], and how many positions behind
+        it they are, int [B, L, keys]: sliding attention also ends there. For models that `takes_masks`."""
         masks = {
-            kind: self._additive(seen if kind == _FULL else seen & (keys > here - self._window))
+            kind: self._additive((seen if kind == _FULL else seen & (behind < self._window))[:, None])
             for kind in self.attention_kinds
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def checkpoint_layers(self) -> None:
+        """Keep no activations inside the layers for a backward pass without cache: they are computed again there.
+
+        Raises EngineError for an architecture that transformers cannot do this for.
+        """
+        try:
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:
+            raise EngineError(f"no gradient checkpointing for this policy: {cause(error)}") from None
+        self._checkpointed = [each for each in self._model.modules() if getattr(each, "gradient_checkpointing", False)]
 
     def _additive(self, seen: Tensor) -> Tensor:
         blank = torch.zeros((), dtype=self.dtype, device=self.device)
@@ -165,6 +189,19 @@ class PolicyModel:
         if self._packed is not None:
             self._packed.refresh()
         return True
+
+    def spot_check(self, folder: Path) -> None:
+        """Hold the first and the last row of every live tensor against the folder's files. Raises EngineError.
+
+        Tensors that the architecture keeps under another name, or in another shape, than the files are passed over.
+        """
+        live: dict[str, Tensor] = self._model.state_dict()
+        with _tensor_files(folder) as files:
+            for file in files:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    stored = file.get_slice(name)
+                    if name in live and list(live[name].shape) == stored.get_shape() and live[name].numel():
+                        _check_rows(name, live[name], stored)
 
 
 class _HeadTap:
@@ -224,12 +261,23 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         # Pickled weights and code from the folder stay shut: both run what a stranger wrote.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # transformers raises many kinds for a bad folder
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineError(f"{folder} is not a policy that transformers can load: {first}") from error
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        raise EngineError(
+            f"the weights in {folder} lack {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which "
+            "transformers would make up: save the whole model there"
+        )
     try:
         return model.eval().requires_grad_(False).to(device)
     except torch.OutOfMemoryError as error:
@@ -255,6 +303,14 @@ def _tensor_files(folder: Path) -> Iterator[list[Any]]:
         yield [safe_open(path, framework="pt") for path in paths]
     except (SafetensorError, OSError) as error:
         raise EngineError(f"the weights in {folder} cannot be read: {cause(error)}") from error
+
+
+def _check_rows(name: str, live: Tensor, stored: Any) -> None:
+    """`stored`: a safetensors slice of the same shape."""
+    pairs = ((live, stored[...]),) if not live.ndim else ((live[:1], stored[:1]), (live[-1:], stored[-1:]))
+    for ours, theirs in pairs:
+        if not torch.allclose(ours.cpu(), theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True):
+            raise EngineError(f"{name} in the engine is not what the policy's files hold: load the policy again")
 
 
 def _fits(files: list[Any], targets: dict[str, Tensor]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from node.engine import SequenceRequest, TurnDone, probe
 from node.transformers_engine import TransformersEngine
 from protocol.errors import EngineError, PolicyError
+from protocol.policy import TensorLeaf, file_leaves, policy_root, root_of, tensor_places
+from verify.model import PolicyModel
 from verify.prefill import Passage, Recomputed, Verifier
 from verify.toploc import compare_proofs
 
@@ -247,6 +250,106 @@ def test_a_swapped_policy_draws_as_a_freshly_loaded_one(engine: TransformersEngi
     engine.load(EMBEDDED, ROOT)
     assert engine._model is other
     assert before is not None
+
+
+# --- one policy a sequence, and no trace of the one before ---
+
+
+def moved(folder: Path, seed: int = 1) -> Path:
+    """The embedded policy with every weight moved, kept in bfloat16."""
+    shutil.copytree(EMBEDDED, folder)
+    torch.manual_seed(seed)
+    weights = load_file(folder / "model.safetensors")
+    changed = {name: (w.float() + 0.05 * torch.randn(w.shape)).to(w.dtype) for name, w in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def root_in_the_engine(engine: TransformersEngine, folder: Path) -> bytes:
+    """The policy root of the live tensors, with the folder's other files."""
+    assert engine._model is not None
+    live = engine._model.parameters()
+    leaves = []
+    for _, place in tensor_places(folder):
+        held = live[place.name]
+        assert place.dtype == "BF16" and torch.equal(held, held.to(torch.bfloat16).to(held.dtype))
+        data = held.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+        leaves.append(TensorLeaf(place.name, place.dtype, place.shape, sha256(data).digest()))
+    return root_of(leaves, file_leaves(folder))
+
+
+def test_the_tensors_in_the_engine_have_the_root_that_it_reports(tmp_path: Path) -> None:
+    engine, other = TransformersEngine(slots=2, threads=1), moved(tmp_path / "other")
+    for folder in (EMBEDDED, other, EMBEDDED):  # loaded, swapped, swapped back
+        engine.load(folder, policy_root(folder))
+        assert engine.loaded_root == root_in_the_engine(engine, folder) == policy_root(folder)
+    assert policy_root(other) != policy_root(EMBEDDED)
+
+
+def test_a_tensor_in_the_engine_that_is_not_the_files_is_noticed(tmp_path: Path, monkeypatch: Any) -> None:
+    engine, other = make_engine(), moved(tmp_path / "other")
+
+    def forgetful(folder: Path) -> bool:
+        """Copies all tensors but one."""
+        assert engine._model is not None
+        kept = {name: held.clone() for name, held in engine._model.parameters().items() if "norm" in name}
+        assert PolicyModel.swap(engine._model, folder)
+        name = sorted(kept)[0]
+        engine._model.parameters()[name].copy_(kept[name])
+        return True
+
+    monkeypatch.setattr(engine._model, "swap", forgetful)
+    with pytest.raises(EngineError, match=r"norm.* in the engine is not what the policy's files hold"):
+        engine.load(other, bytes(31) + b"\1")
+    assert engine.loaded_root is None
+    with pytest.raises(EngineError, match="load one first"):
+        engine.open(request(0))
+
+
+def test_weights_that_lack_a_tensor_are_refused_and_not_made_up(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED, tmp_path / "policy")
+    path = tmp_path / "policy" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.norm.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"lack model\.norm\.weight, which transformers would make up"):
+        make_engine(tmp_path / "policy")
+
+
+def test_keys_and_values_of_the_policy_before_are_dropped_at_a_swap(talkative: Path, tmp_path: Path) -> None:
+    """The same prompts and seeds again: what they draw is the new policy's alone, from the first token on."""
+    engine, other = make_engine(talkative), moved(tmp_path / "other")
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        shutil.copy(talkative / name, other / name)
+    for index in range(6):
+        engine.open(request(index))
+    before = run_to_end(engine, 6)
+    assert engine._cache.bytes_held > 0
+    engine.load(other, bytes(31) + b"\1")
+    assert engine._cache.bytes_held == 0
+    for index in range(6):
+        engine.open(request(index))
+    after = run_to_end(engine, 6)
+    for index in range(6):
+        turn, proofs = draw_alone(other, request(index))
+        assert after[str(index)][0].tokens == turn.tokens != before[str(index)][0].tokens
+        assert_honest(recompute(Verifier(other, threads=1), request(index), turn), turn.logprobs, proofs)
+
+
+def test_a_sequence_between_two_turns_keeps_its_policy(talkative: Path, tmp_path: Path) -> None:
+    engine = make_engine(talkative)
+    engine.open(request(1, tokens=8))
+    first = run(engine, 1)["1"]
+    with pytest.raises(EngineError, match="1 sequences are open: close them first"):
+        engine.load(moved(tmp_path / "other"), bytes(31) + b"\1")
+    assert engine.loaded_root == ROOT
+    engine.extend("1", (5, 6), 8)
+    second = run(engine, 1)["1"]
+    alone = make_engine(talkative)
+    alone.open(request(1, tokens=8))
+    assert run(alone, 1)["1"].tokens == first.tokens
+    alone.extend("1", (5, 6), 8)
+    assert run(alone, 1)["1"].tokens == second.tokens
 
 
 def small_policy(folder: Path, **changes: Any) -> Path:
