@@ -1,0 +1,114 @@
+"""Ctrl-C and a reader that goes away, in the middle of what takes long: the documented code, no traceback, nothing
+left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.identity import Identity
+from protocol.run import RunAddress
+from tests.verify import small_log
+
+ROOT = Path(__file__).parents[2]
+NOBODY = RunAddress("/ip4/127.0.0.1/tcp/9", Identity(b"\1" * 32).node, b"\2" * 32)
+
+
+def start(folder: Path, module: str, *words: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "torch")  # which torch makes as it is imported
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, words)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """Where a command may put what it needs for a while."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    return path
+
+
+def test_controls_that_are_interrupted_imply_nothing_and_leave_nothing(scratch: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    process = start(scratch, "verify.cli", "controls", "--policy", small_log.POLICY, "--html", page)
+    assert process.stderr is not None
+    assert "drawing" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out == "" and "Traceback" not in err, err
+    assert not page.exists() and list(scratch.iterdir()) == []
+
+
+@contextmanager
+def stopping_at(folder: Path, name: str) -> Iterator[tuple[str, threading.Event]]:
+    """A web server of a folder that never answers for one file; the event says that it was asked for."""
+    asked, ended = threading.Event(), threading.Event()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments, directory=str(folder))
+
+        def do_GET(self) -> None:
+            if self.path.endswith(name):
+                asked.set()
+                ended.wait(60)
+                return
+            super().do_GET()
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_an_audit_that_is_interrupted_is_no_verdict_and_leaves_nothing(scratch: Path, tmp_path: Path) -> None:
+    log = small_log.make().write(tmp_path / "log", traces=True)
+    with stopping_at(log, "epochs/000001.msgpack") as (url, asked):
+        process = start(scratch, "verify.cli", "audit", url, "--sample", "1")
+        assert asked.wait(60), "the second epoch was never asked for"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert list(scratch.iterdir()) == [], "the policy that was fetched for the first epoch"
+
+
+@pytest.mark.parametrize(("module", "words"), [("node.cli", ("doctor", NOBODY)), ("node.cli", ("join", NOBODY))])
+def test_a_node_command_whose_reader_goes_away_ends_quietly(
+    scratch: Path, tmp_path: Path, module: str, words: tuple[object, ...]
+) -> None:
+    process = start(scratch, module, *words, "--home", tmp_path / "home")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=100)
+    assert (process.returncode, err) == (141, "")
+
+
+def test_a_node_command_that_is_interrupted_ends_quietly(scratch: Path, tmp_path: Path) -> None:
+    process = start(scratch, "node.cli", "doctor", NOBODY, "--home", tmp_path / "home")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 1) and err == "", err  # it may have ended meanwhile
