@@ -156,16 +156,15 @@ class Swarm:
     def nodes(self) -> list[PeerSource]:
         """The other nodes that say where they are reached and are not left alone now."""
         now = trio.current_time()
-        found = [self._node(peer) for peer in self._book.known().values() if peer.addresses]
+        found = [self._node(node, peer.addresses) for node, peer in self._book.known().items() if peer.addresses]
         return [each for each in found if each.addresses and self.record(each).rests_until <= now]
 
-    def _node(self, peer: messages.Peer) -> PeerSource:
-        dialled = (peer_address(each, peer.node) for each in peer.addresses)
+    def _node(self, node: bytes, told: Sequence[str]) -> PeerSource:
+        dialled = (peer_address(each, node) for each in told)
         addresses = tuple(each for each in dialled if each is not None)
-        known = self._nodes.get(peer.node)
+        known = self._nodes.get(node)
         if known is None:
-            known = PeerSource(self._nursery, self._host, peer.node, addresses, self.pace.dial)
-            self._nodes[peer.node] = known
+            known = self._nodes[node] = PeerSource(self._nursery, self._host, node, addresses, self.pace.dial)
         known.addresses = addresses
         return known
 

@@ -367,11 +367,13 @@ class _Host:
         return None if self._is_here(target) else "CONNECTION_FAILED"
 
     async def _punch(self, other: _Host, circuit: _Circuit) -> None:
-        """As hole punching ends: a direct connection, if neither NAT gives out ports at random."""
+        """As hole punching ends: a direct connection, if a NAT drops what comes too early (a machine refuses it) and
+        none gives out ports at random."""
         await self._network.travel(self.node, other.node, trips=4)
         if self._circuits.get(other.node) is not circuit:
             return
-        if Nat.RANDOM_PORTS in (self._nat, other._nat):
+        nats = {self._nat, other._nat}
+        if Nat.RANDOM_PORTS in nats or Nat.KEEPS_PORTS not in nats:
             self._punches_failed += 1
             return
         for host in (self, other):

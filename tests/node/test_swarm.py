@@ -22,7 +22,7 @@ from node.sources import Record, bitmap
 from node.swarm import Pace, Progress
 from protocol import messages
 from protocol.errors import Code, NetError, RemoteError, Unreachable
-from protocol.identity import Identity
+from protocol.identity import Identity, peer_id
 from protocol.net import memory
 from protocol.net.base import Host, Stream
 from protocol.net.session import Session
@@ -177,10 +177,10 @@ def test_wrong_bytes_cost_the_node_that_sent_them_its_place(tmp_path: Path) -> N
             it.introduce(node, others=(liar,))
             await it.fetch(node)
             blamed = node.said("blob_wrong")
-            assert {event.values["peer"] for event in blamed} == {node.swarm._node(liar.node).name}
+            assert {event.values["peer"] for event in blamed} == {peer_id(liar.node)}
             assert 1 <= len(blamed) <= 2  # those that were on their way
             with pytest.raises(Unreachable, match="banned"):
-                await node.host.open(f"{liar.addresses[0]}/p2p/{node.swarm._node(liar.node).name}", "/x", seconds=1)
+                await node.host.open(f"{liar.addresses[0]}/p2p/{peer_id(liar.node)}", "/x", seconds=1)
             assert liar.node not in [each.node for each in node.swarm.nodes()]
 
     trio.run(scenario)
@@ -217,7 +217,7 @@ def test_a_node_that_claims_what_it_lacks_is_left_alone(tmp_path: Path) -> None:
             progress = await it.fetch(node)
             assert progress.given == {"trainer": len(it.wanted) * PIECE}
             assert sum(isinstance(each, messages.GetBlob) for each in asked) <= 4
-            record = node.swarm.record(node.swarm._node(boaster.node))
+            record = node.swarm.record(node.swarm._nodes[boaster.node])
             assert record.failures >= 1 and record.rests_until > 0
 
     trio.run(scenario)
