@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 
 from protocol import codec
 from protocol.policy import policy_root
-from protocol.trace import Trace, TraceFile
+from protocol.trace import Span, Trace, TraceFile
+from protocol.verdict import Fingerprint
 from tests.studio import EMBEDDED
 from verify.cli import main
+from verify.inspect import CHUNKS, TURNS, _chunk_table
 from verify.prefill import Passage, Verifier
-from verify.reading import strip
+from verify.reading import Reading, strip
+from verify.toploc import ChunkResult
 
 Show = Callable[..., tuple[int, str, str]]
 
@@ -150,3 +154,40 @@ def test_a_strip_of_margins_stays_short_however_long_the_turn() -> None:
     assert len(lines) <= 4 and max(map(len, lines)) <= 64 and each == 126
     assert "".join(lines).count("█") == 1
     assert strip(()) == ([], 1)
+
+
+def of_turns(trace: Trace, turns: int, tokens: int) -> Trace:
+    """So many drawn and observed turns of so many tokens each."""
+    spans = tuple(Span(turn % 2, tokens) for turn in range(turns))
+    generated = sum(span.length for span in spans if span.kind == 0)
+    ids = tuple(1_000 + place // tokens for place in range(turns * tokens))
+    return replace(trace, tokens=ids, spans=spans, logprobs=(-0.5,) * generated)
+
+
+def test_of_a_huge_trace_both_ends_are_shown_and_how_to_see_the_rest(long_rollout, show: Show) -> None:
+    huge = long_rollout.file(trace=of_turns(long_rollout.trace, 101, 300))
+    code, text, _ = show(huge, "--policy", str(EMBEDDED))
+    assert code == 0 and len(text) < 60_000
+    assert f"… {101 - TURNS} more turns, --all to see" in text and "… 236 more, --all to see" in text
+    shown = set(re.findall(r"\b1\d{3}\b", text))
+    assert {"1000", "1100"} <= shown and "1050" not in shown
+    code, whole, _ = show(huge, "--policy", str(EMBEDDED), "--all")
+    assert code == 0 and "--all" not in whole
+    assert set(re.findall(r"\b1\d{3}\b", whole)) >= {str(1_000 + turn) for turn in range(101)}
+    assert len(json.loads(show(huge, "--json")[1])["spans"]) == 101
+
+
+def test_one_endless_turn_is_cut_too(long_rollout, studio, show: Show) -> None:
+    one = of_turns(long_rollout.trace, 1, 30_000)
+    huge = long_rollout.file(trace=replace(one, tokens=studio.tokenizer.encode("a")[:1] * 30_000))
+    text = show(huge, "--policy", str(EMBEDDED))[1]
+    assert len(text) < 20_000 and "more characters, --all to see" in text and "… 29,936 more, --all to see" in text
+
+
+def test_of_many_proofs_both_ends_are_shown() -> None:
+    chunk = ChunkResult(0, 32, 0, 0, 0.0, 0.0, 0, 128)
+    chunks = tuple(replace(chunk, start=32 * number) for number in range(100))
+    reading = Reading(Fingerprint("", "", "", ""), (0.0,), (0.0,), chunks, ())
+    for whole, count in ((False, CHUNKS), (True, 100)):
+        table = _chunk_table(reading, whole)
+        assert table.row_count == count and bool(table.caption) is not whole
