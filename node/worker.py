@@ -112,8 +112,8 @@ class Worker:
     def room(self) -> int:
         """Slots to ask leases for. Asked in lots: when half of what should wait here is gone. Traces that wait
         for a slow trainer count as well, or they would grow stale here."""
-        if self._next is None or self._engine is None or self._stopping:
-            return 0
+        if self._loaded is None or self._engine is None or self._stopping:
+            return 0  # leases would age while an engine starts, which may take longer than they last
         if trio.current_time() < self._paused_until:
             return 0
         slots = self._engine.slots
