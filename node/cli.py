@@ -93,7 +93,17 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--mirror", action="append", default=[], metavar="URL", help="a static copy of the policies; may be repeated"
     )
+    join.add_argument(
+        "--relay", action="append", default=[], metavar="ADDRESS", help="of an `rlnode relay`; may be repeated"
+    )
     join.add_argument("--disk", type=float, metavar="GIB", help="most the home folder may hold (default: no limit)")
+
+    relay = commands.add_parser(
+        "relay", parents=[home, as_json], help="help nodes behind NAT: be found and reached at this machine"
+    )
+    relay.add_argument("address", nargs="?", metavar="ADDRESS", help="of the run (default: the one joined last)")
+    relay.add_argument("--listen", default="/ip4/0.0.0.0/tcp/4002", metavar="ADDRESS", help="(default: port 4002)")
+    relay.add_argument("--rate", type=float, default=10.0, metavar="MIB_PER_S", help="most to relay (default 10)")
 
     doctor = commands.add_parser("doctor", parents=[home, as_json], help="what works, what does not, what to do")
     doctor.add_argument("address", nargs="?", metavar="ADDRESS", help="of the run (default: the one joined last)")
@@ -124,7 +134,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    commands = {"join": _join, "doctor": _doctor, "status": _status, "reaudit": _reaudit, "store": _store, "key": _key}
+    commands = {
+        "join": _join,
+        "relay": _relay,
+        "doctor": _doctor,
+        "status": _status,
+        "reaudit": _reaudit,
+        "store": _store,
+        "key": _key,
+    }
     return _ended(lambda: commands[options.command](options), as_json=getattr(options, "json", False))
 
 
@@ -197,6 +215,7 @@ def _join(options: argparse.Namespace) -> int:
         disk_bytes=None if options.disk is None else int(options.disk * GIB),
         serve=not options.no_serve,
         mirrors=tuple(options.mirror),
+        relays=tuple(options.relay),
         **{name: value for name, value in asked.items() if value is not None},
     )
     status = Status()
@@ -268,6 +287,49 @@ async def _listen_to_signals(stop: trio.Event, at_once: trio.CancelScope) -> Non
             if stop.is_set():
                 at_once.cancel()
             stop.set()
+
+
+# --- relay ---
+
+
+def _relay(options: argparse.Namespace) -> int:
+    import trio
+
+    from node.display import json_lines, plain_lines
+
+    home = _home(options)
+    address = _address(options.address, home)
+    if address is None:
+        raise UsageError("rlnode relay ADDRESS, where ADDRESS is the line that `rltrainer serve` prints")
+    if not options.rate > 0:
+        raise UsageError("--rate must be more than 0 MiB a second")
+    report = (json_lines if options.json else plain_lines)(sys.stdout)
+    code: int = trio.run(_relay_until_signalled, home, address, options.listen, options.rate, report)
+    return code
+
+
+async def _relay_until_signalled(home: Path, address: RunAddress, listen: str, rate: float, report: Report) -> int:
+    import trio
+
+    from node import store
+    from node.point import MeetingPoint
+    from node.report import Event
+    from protocol.net import p2p
+    from protocol.net.base import RelayLimits
+
+    stop = trio.Event()
+    with store.Home(home) as held:
+        identity, _ = held.load_or_make_identity()
+        async with p2p.open_host(identity, listen=(listen,)) as host, trio.open_nursery() as nursery:
+            nursery.start_soon(_listen_to_signals, stop, nursery.cancel_scope)
+            await nursery.start(
+                MeetingPoint(address, identity.node, report).run, host, RelayLimits(bytes_per_second=rate * 1024**2)
+            )
+            for where in host.addresses:
+                report(Event("listening", f"rlnode join --relay {where}", values={"address": where}))
+            await stop.wait()
+            nursery.cancel_scope.cancel()
+    return OK
 
 
 # --- status and doctor ---

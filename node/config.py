@@ -13,6 +13,7 @@ from typing import Final
 
 from node.cards import parse_cards
 from protocol.errors import UsageError
+from protocol.net.base import Address
 from protocol.run import RunAddress
 
 GIB: Final = 1024**3
@@ -111,5 +112,7 @@ class NodeConfig:
             raise UsageError(f"--threads must be at least 1, not {self.threads}")
         if not self.upload_cap > 0:
             raise UsageError("--upload-cap must be more than 0 MiB a second; to give nothing there is --no-serve")
+        for relay in self.relays:
+            Address.parse(relay)
         if self.disk_bytes is not None and self.disk_bytes < 1:
             raise UsageError("--disk must be more than 0 GiB")

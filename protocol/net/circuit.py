@@ -210,4 +210,3 @@ def candidates(fields: Fields, kind: PunchKind) -> list[tuple[str, int]]:
 def _is_dialled(host: str, port: int) -> bool:
     ip = ipaddress.ip_address(host)
     return port > 0 and not (ip.is_unspecified or ip.is_multicast or ip.is_link_local)
-

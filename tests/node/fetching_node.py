@@ -52,6 +52,7 @@ class FetchingNode:
     follower: PolicyFollower
     exchange: PeerExchange
     status: Status
+    neighbours: Neighbours
     events: list[Event] = field(default_factory=list)
     ready: list[HeldPolicy] = field(default_factory=list)
     changed: trio.Event = field(default_factory=trio.Event)
@@ -181,7 +182,7 @@ async def fetching_node(
             points=points,
             seconds=meet_seconds,
         )
-        node = FetchingNode(host, config, store, book, swarm, follower, exchange, status)
+        node = FetchingNode(host, config, store, book, swarm, follower, exchange, status, neighbours)
         waits = {"first_seconds": scout_seconds, "seconds": scout_seconds}
         scout = Scout(swarm, follower, _now_ms, status, report, random, **waits)
         nursery.start_soon(follower.run)
