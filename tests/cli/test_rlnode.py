@@ -84,6 +84,25 @@ def test_values_that_cannot_be_are_explained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("--gpu", "first"), "--gpu takes the number of a CUDA device, or several as in 0,1, not 'first'"),
+        (("--gpu", "0,1", "--engine", "transformers"), "several cards for one policy are vLLM's work"),
+        (("--max-vram", "0"), "--max-vram must be more than 0 GiB"),
+        (("--nice", "20"), "--nice is from 0 to 19"),
+    ],
+)
+def test_a_machine_that_cannot_be_meant_is_explained(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    done = rlnode("join", NOBODY, *words, home=tmp_path)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_a_card_that_is_not_there_is_a_fault_of_this_machine(tmp_path: Path) -> None:
+    done = rlnode("join", NOBODY, "--gpu", "63", "--engine", "transformers", home=tmp_path)
+    assert done.returncode == 3 and "there is no CUDA device 63" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
         (("--upload-cap", "0"), "to give nothing there is --no-serve"),
         (("--mirror", "example.org/run"), "give the URL of its folder"),
     ],

@@ -84,7 +84,7 @@ def calibrate_by_the_traces_of(network: Network, name: str) -> Path:
         )
     out = network.folder / "vllm.msgpack"
     words = ("--policy", network.run.policy(0), "--worker-dtype", "float32", "--verifier-dtype", "float32")
-    made = call("verify.cli", "calibrate", *words, "--traces", traces, "--out", out)
+    made = call("verify.cli", "calibrate", *words, "--traces", traces, "--out", out, "--key", out.with_suffix(".key"))
     assert made.returncode == 0, made.stdout + made.stderr
     return out
 
