@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 _EPILOG = """exit codes:
-  0    done
+  0    done; doctor: nothing has to be done
+  1    doctor: something has to be done before the run can go on
   2    wrong arguments or settings, a folder that is not a run, a place that cannot be written to
   3    this machine failed (a full disk, memory, a process that would not start)
+  4    serve: the run stalled, and starting the part that hung again did not help
   130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
   141  whoever read the output went away (`| head`)
 """
@@ -60,12 +62,38 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the run to nodes, verify, learn and publish")
     serve.add_argument("run", type=Path)
     serve.add_argument("--json", action="store_true", help="one JSON object a line instead of the live view")
+    serve.add_argument(
+        "--moved", action="store_true", help="this folder is a copy, and the run is served nowhere else any more"
+    )
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", help="show the state of a run, served or not")
     status.add_argument("run", type=Path)
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(command=_status)
+
+    doctor = commands.add_parser("doctor", help="what is wrong with a run folder, and what to do; changes nothing")
+    doctor.add_argument("run", type=Path)
+    doctor.add_argument("--json", action="store_true", help="print one JSON object a finding")
+    doctor.set_defaults(command=_doctor)
+
+    backup = commands.add_parser("backup", help="copy a run, served or not, to a folder that can be restored")
+    backup.add_argument("run", type=Path)
+    backup.add_argument("out", type=Path, metavar="DIR", help="folder to make, or a back-up of this run to replace")
+    backup.add_argument("--json", action="store_true", help="print one JSON object")
+    backup.set_defaults(command=_backup)
+
+    restore = commands.add_parser("restore", help="make a run of a back-up, to serve in place of the one that is gone")
+    restore.add_argument("source", type=Path, metavar="DIR", help="the back-up, or a copied folder that nobody serves")
+    restore.add_argument("run", type=Path, help="folder to make")
+    lost = restore.add_mutually_exclusive_group(required=True)
+    lost.add_argument(
+        "--published", type=_version, metavar="VERSION",
+        help="the highest policy version that anybody was given: its number and those below are not used again",
+    )  # fmt: skip
+    lost.add_argument("--nothing-lost", action="store_true", help="the run was not served since the copy was made")
+    restore.add_argument("--json", action="store_true", help="print one JSON object")
+    restore.set_defaults(command=_restore)
 
     export = commands.add_parser("export-trace", help="write one trace as a file for `rlverify check`")
     export.add_argument("run", type=Path)
@@ -162,8 +190,56 @@ def _environment(text: str) -> Any:
 def _serve(options: argparse.Namespace) -> int:
     from trainer.serve import serve
 
-    code: int = serve(options.run, as_json=options.json)
+    code: int = serve(options.run, as_json=options.json, moved=options.moved)
     return code
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trainer.doctor import examine
+
+    code = 0
+    for finding in examine(options.run, time.time_ns() // 1_000_000):
+        print(finding.json() if options.json else finding.line(), flush=True)
+        code = max(code, int(finding.needs_action))
+    return code
+
+
+def _version(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no version: give a whole number")
+    return int(text)
+
+
+def _backup(options: argparse.Namespace) -> int:
+    import dataclasses
+
+    from trainer.backup import back_up
+    from trainer.rundir import open_run
+
+    made = back_up(open_run(options.run), options.out, time.time_ns() // 1_000_000)
+    if options.json:
+        print(json.dumps({"folder": str(options.out), **dataclasses.asdict(made)}))
+        return 0
+    print(f"{options.out}: policy {made.version} of run {made.run[:16]}…, {made.bytes / 1e6:,.1f} MB")
+    print("it holds the run's key: keep it as safe as the run")
+    print(f"a run again: rltrainer restore {options.out} RUN --published VERSION")
+    return 0
+
+
+def _restore(options: argparse.Namespace) -> int:
+    from trainer.backup import restore
+
+    now_ms = time.time_ns() // 1_000_000
+    done = restore(options.source, options.run, published=options.published, now_ms=now_ms)
+    if options.json:
+        found = {"folder": str(options.run), "version": done.version, "passed_over": done.passed_over}
+        print(json.dumps(found))
+        return 0
+    print(f"{options.run}: goes on from policy {done.version}")
+    if done.passed_over:
+        print(f"{done.passed_over} policies are lost; their numbers, and those of receipts and verdicts, stay unused")
+    print(f"next     rltrainer serve {options.run}")
+    return 0
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ class Registrar:
         loop. Not to be shown to anyone before `record` has taken it."""
         with closing(Ledger(self._run.folder.ledger, read_only=True)) as ledger, ledger.snapshot():
             log = epoch_log(ledger, version)
-            before = ledger.seal(version - 1)
+            before = ledger.seal_before(version)
         if log is None:
             raise LocalError(f"policy version {version} has no signed manifest: its epoch cannot be closed")
         return seal(

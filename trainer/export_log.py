@@ -100,12 +100,16 @@ def _describe(run: Run, out: Path, epochs: int, sealed: int, *, complete: bool) 
 
 
 def _write_epochs(ledger: Ledger, folder: Path, first: int) -> int:
-    """The epochs from `first` on; how many there are in all."""
-    version = first
-    while (log := epoch_log(ledger, version)) is not None:
+    """The epochs from version `first` on; the version after the last. One that a restored run passed over is lost,
+    and has no file."""
+    after = first
+    for version in (each for each in ledger.versions() if each >= first):
+        log = epoch_log(ledger, version)
+        if log is None:
+            break
         replace(folder / f"{version_name(version)}.msgpack", codec.encode(log))
-        version += 1
-    return version
+        after = version + 1
+    return after
 
 
 def _write_traces(run: Run, ledger: Ledger, folder: Path, version: int, known: bool) -> int:

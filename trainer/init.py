@@ -54,7 +54,7 @@ def init_run(
         raise UsageError(f"{path} exists already: {goes_on}choose another folder")
     source = find_policy(policy)
     check_fit(source, environments)
-    with _made_whole(path) as making:
+    with made_whole(path) as making:
         folder = RunFolder(making)
         mine = identity.Identity.generate()
         identity.save_identity(mine, folder.key)
@@ -133,7 +133,7 @@ def check_fit(source: Path, environments: tuple[EnvironmentShare, ...]) -> None:
 
 
 @contextmanager
-def _made_whole(path: Path) -> Iterator[Path]:
+def made_whole(path: Path) -> Iterator[Path]:
     """A folder to build in, which becomes `path` when the block succeeds and vanishes when it does not."""
     making = path.parent / f".{path.name}.making"
     try:

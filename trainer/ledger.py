@@ -5,8 +5,8 @@ them may be killed at any point: the gateway writes submissions, an auditor clai
 them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
 acknowledged to a node or to another process was committed with an fsync first.
 
-All SQL of the project is in this file, but for the schema (ledger_rows.py) and the log of the run
-(ledger_log.py). Not here: who gets which lease (dispatch.py), what a trace is worth (verify/), when
+All SQL of the project is in this file, but for the schema (ledger_rows.py), the log of the run (ledger_log.py) and
+its upkeep (ledger_care.py). Not here: who gets which lease (dispatch.py), what a trace is worth (verify/), when
 a group may be learned from (batch.py).
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 from protocol.errors import StorageError, UsageError
 from protocol.log import Draw
 from protocol.verdict import Reason
+from trainer.ledger_care import CareOfLedger
 from trainer.ledger_log import LogOfRun
 from trainer.ledger_rows import (
     CALIBRATION_COLUMNS,
@@ -62,7 +63,7 @@ MOST_PAIRS = 64  # of engines that are remembered: nodes name theirs as they lik
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger(LogOfRun):
+class Ledger(LogOfRun, CareOfLedger):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -81,7 +82,11 @@ class Ledger(LogOfRun):
         if found == 0:
             raise StorageError(f"the ledger {path} is empty: restore it from a backup")
         if found != SCHEMA_VERSION:
-            raise UsageError(f"{path} has ledger format {found}, this rlcommons reads {SCHEMA_VERSION}")
+            whose = "a newer rlcommons" if found > SCHEMA_VERSION else "an older rlcommons"
+            raise UsageError(
+                f"{path} has ledger format {found}, of {whose}; this one reads {SCHEMA_VERSION}: use the rlcommons "
+                "that made it, or begin a new run from the latest of its policies (`rltrainer init --policy FOLDER`)"
+            )
 
     @staticmethod
     def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
@@ -882,20 +887,6 @@ class Ledger(LogOfRun):
     def steps(self, after: int = -1) -> list[StepRow]:
         rows = self._db.execute("SELECT * FROM steps WHERE version > ? ORDER BY version", (after,))
         return [StepRow(*row) for row in rows]
-
-    def prune_traces(self, keep: int) -> int:
-        """Forget the bodies of traces no longer needed beyond the newest `keep`; how many."""
-        with self.write():
-            return self._db.execute(
-                "UPDATE submissions INDEXED BY submissions_with_trace SET trace = NULL, mu = NULL "
-                "WHERE trace IS NOT NULL AND sequence <= "
-                "(SELECT COALESCE(MAX(sequence), 0) - ? FROM submissions) AND state IN (?, ?, ?, ?) "
-                "AND group_id NOT IN (SELECT group_id FROM groups WHERE state IN (?, ?))",
-                (
-                    keep, SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED,
-                    SubmissionState.CREDITED, GroupState.OPEN, GroupState.COMPLETE,
-                ),
-            ).rowcount  # fmt: skip
 
     # --- nodes and events ---
 

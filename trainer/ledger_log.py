@@ -17,9 +17,19 @@ class LogOfRun:
     _db: sqlite3.Connection  # the ledger's connection
 
     def sealed(self) -> int:
-        """How many epochs are closed: versions 0 to this number are, itself not included."""
-        count: int = self._db.execute("SELECT COALESCE(MAX(version) + 1, 0) FROM epochs").fetchone()[0]
-        return count
+        """The version whose epoch is closed next: all before it are closed, or were passed over (ledger_care.py)."""
+        following: int = self._db.execute(
+            "SELECT COALESCE((SELECT MIN(version) FROM policies WHERE version > last), last + 1) "
+            "FROM (SELECT COALESCE(MAX(version), -1) AS last FROM epochs)"
+        ).fetchone()[0]
+        return following
+
+    def seal_before(self, version: int) -> bytes | None:
+        """The canonical Signed Epoch that was closed before this version's; None for the first."""
+        row = self._db.execute(
+            "SELECT signed FROM epochs WHERE version < ? ORDER BY version DESC LIMIT 1", (version,)
+        ).fetchone()
+        return None if row is None else row[0]
 
     def seal(self, version: int) -> bytes | None:
         """The canonical Signed Epoch of a closed epoch."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 SCHEMA = """
 CREATE TABLE policies (
@@ -109,7 +109,11 @@ CREATE TABLE nodes (
     accepted INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0,
     audits_passed INTEGER NOT NULL DEFAULT 0, audits_failed INTEGER NOT NULL DEFAULT 0,
     tokens INTEGER NOT NULL DEFAULT 0,
-    rate REAL NOT NULL DEFAULT 1        -- at which its last trace was drawn for audit
+    rate REAL NOT NULL DEFAULT 1,       -- at which its last trace was drawn for audit
+    waits TEXT NOT NULL DEFAULT '', waits_ms INTEGER  -- why it got no lease, since when
+);
+CREATE TABLE waits (                    -- what a part of the trainer waits for
+    part TEXT PRIMARY KEY, what TEXT NOT NULL, since_ms INTEGER NOT NULL
 );
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,        -- the policy version the step made

@@ -7,6 +7,8 @@
     RUN/learner/step-000012/               float32 masters, optimiser state, the batch that was used
     RUN/quarantine/DIGEST.msgpack          traces that auditors died on, for a person to look at
     RUN/logs/*.log
+    RUN/metrics.jsonl  RUN/tensorboard/    one record a step, for people (records.py)
+    RUN/backup.json                        there: it is a back-up, not a run to serve (backup.py)
 
 Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py).
 """
@@ -68,6 +70,23 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def served(self) -> Path:
+        """Where the run was served last (place.py)."""
+        return self.path / "served"
+
+    @property
+    def backup(self) -> Path:
+        return self.path / "backup.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
     def key(self) -> Path:
         return self.path / "keys" / "run.key"
 
@@ -96,12 +115,16 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    @property
+    def all_deltas(self) -> Path:
+        return self.path / "deltas"
+
     def policy(self, version: int) -> Path:
         return self.policies / version_name(version)
 
     def deltas(self, version: int) -> Path:
         """The deltas that lead to policy `version`."""
-        return self.path / "deltas" / version_name(version)
+        return self.all_deltas / version_name(version)
 
     def versions(self) -> list[int]:
         """The policy versions on disk, oldest first."""

@@ -10,7 +10,6 @@ killed: they watch their stdin, whose other end is here. Not here: any of their 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -18,17 +17,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
-from protocol.errors import StorageError, UsageError
+from protocol.errors import StorageError
 from trainer.child import now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
+from trainer.place import locked
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run
 from trainer.summary import summary
 
@@ -218,35 +217,17 @@ def _signal_name(number: int) -> str:
 # --- the command ---
 
 
-@contextlib.contextmanager
-def locked(run: Run) -> Iterator[None]:
-    """One `rltrainer serve` a run. Raises UsageError naming the other's process id."""
-    with run.folder.lock.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip() or "unknown"
-            raise UsageError(
-                f"{run.folder.path} is served already, by process {other}: look at it with "
-                f"`rltrainer status {run.folder.path}`, or stop it first"
-            ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
-
-
-def serve(path: Path, *, as_json: bool = False) -> int:
+def serve(path: Path, *, as_json: bool = False, moved: bool = False) -> int:
     """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C.
 
-    Raises UsageError (no run there, or served already) or LocalError (its key or secrets cannot be used).
+    Raises UsageError (no run there, served already, or a copy of a run that is not said to have `moved`) or
+    LocalError (its key or secrets cannot be used).
     """
     run = open_run(path)
     load_run_identity(run)
     load_secrets(run)
     run.folder.logs.mkdir(exist_ok=True)
-    with locked(run), _Stopping() as stopping:
+    with locked(run, moved=moved), _Stopping() as stopping:
         for of_an_earlier_time in (run.folder.page, run.folder.address):
             of_an_earlier_time.unlink(missing_ok=True)
         ledger, looking = Ledger(run.folder.ledger), Ledger(run.folder.ledger, read_only=True)

@@ -22,8 +22,9 @@ from trainer.child import alone
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
+from trainer.place import locked
 from trainer.rundir import Run
-from trainer.serve import RESTART_SECONDS, Child, Supervisor, children_of, locked
+from trainer.serve import RESTART_SECONDS, Child, Supervisor, children_of
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
