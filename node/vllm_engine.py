@@ -316,7 +316,10 @@ class VllmEngine:
         found = self._look()
         if not found:
             return self._gpu_memory
-        share = cards.share_of(found, self._gpu_memory, self._most_bytes)
+        try:
+            share = cards.share_of(found, self._gpu_memory, self._most_bytes)
+        except EngineError as error:
+            raise EngineBroken(str(error)) from error  # not the policy's fault, and what uses the card may end
         size = cards.size_of(policy, self._dtype)
         self.slots = cards.slots_for(size, found, share, self._asked_slots, self._dtype)
         return share
