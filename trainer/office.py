@@ -28,7 +28,7 @@ from trainer.leasing import Leasing
 from trainer.ledger import Ledger
 from trainer.ledger_rows import Published
 from trainer.rundir import Run, load_run_identity, load_secrets
-from trainer.shelf import Shelf
+from trainer.shelf import SERVED, Shelf
 from trainer.stock import Stock
 
 STOCK_SECONDS: Final = 5.0  # nodes are answered without tasks after this
@@ -64,7 +64,7 @@ def open_office(run: Run) -> Iterator[Office]:
     chain = AuditChain(secrets.audit)
     if chain.anchor != run.genesis.audit_anchor:
         raise LocalError(f"{run.folder.secret} is not the secret of this run's genesis: restore the right one")
-    path, shelf, shares = run.folder.ledger, Shelf(run.folder), run.genesis.environments
+    path, shelf, shares = run.folder.ledger, Shelf(run.folder, max(SERVED, run.config.staleness_limit + 2)), run.genesis.environments
     notary = Notary(run.run, signer, software())
     failures: list[BaseException] = []
     with (

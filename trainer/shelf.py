@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from trainer.deltas import delta_path
 from trainer.rundir import RunFolder
 from verify.structure import PolicyShape, policy_shape
 
+SERVED: Final = 64  # newest versions; a run may keep thousands on its disk for whoever audits it later
 _READINGS_KEPT: Final = 4  # tokenizers: every version of a run has the same, and a large one takes 100 MB
 
 
@@ -45,8 +47,10 @@ class Reading:
 class Shelf:
     """Filled by one thread, read by several."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, most: int = SERVED) -> None:
+        """`most`: versions on it at once; the oldest go."""
         self._folder = folder
+        self._most = most
         self._manifests: dict[int, tuple[Signed, Manifest]] = {}
         self._blobs: dict[bytes, BlobPlace] = {}
         self._readings: dict[tuple[bytes, ...], Reading] = {}
@@ -59,16 +63,18 @@ class Shelf:
 
     def put(self, signed: Signed, manifest: Manifest) -> None:
         """A policy that nodes may fetch from now on, or a newer manifest of one."""
-        blobs = self._places(manifest)
-        self._blobs = {**self._blobs, **blobs}
+        self._blobs = {**self._blobs, **self._places(manifest)}
         self._manifests = {**self._manifests, manifest.version: (signed, manifest)}
+        self._drop(sorted(self._manifests)[: -self._most])
 
     def forget_removed(self) -> None:
         """Drop the versions whose folder is gone."""
-        gone = [version for version in self._manifests if not self._folder.policy(version).is_dir()]
-        if not gone:
+        self._drop([version for version in self._manifests if not self._folder.policy(version).is_dir()])
+
+    def _drop(self, versions: Sequence[int]) -> None:
+        if not versions:
             return
-        self._manifests = {version: self._manifests[version] for version in self._manifests if version not in gone}
+        self._manifests = {version: self._manifests[version] for version in self._manifests if version not in versions}
         kept: dict[bytes, BlobPlace] = {}
         for _, manifest in self._manifests.values():
             kept |= self._places(manifest)

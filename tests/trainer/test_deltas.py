@@ -145,3 +145,17 @@ def test_the_signed_manifest_names_the_deltas_and_the_shelf_has_their_blobs(run:
         place = shelf.blob(blob.digest)
         assert place is not None
         assert hashlib.sha256(read_blob(place)).digest() == blob.digest
+
+
+def test_the_shelf_holds_the_newest_versions_however_many_the_run_keeps(run: Run) -> None:
+    mine: Identity = load_run_identity(run)
+    shelf = Shelf(run.folder, most=2)
+    digests = []
+    for version in range(4):
+        root = step(run.folder, version) if version else run.genesis.first_policy_root
+        signed = sign_manifest(run, mine, version, root)
+        shelf.put(signed, manifest := codec.decode(Manifest, signed.payload))
+        digests.append(next(f.blobs[0].digest for f in manifest.files if f.name.endswith(".safetensors")))
+    assert (shelf.manifest(1), shelf.root(1), shelf.blob(digests[1])) == (None, None, None)
+    assert shelf.latest == 3 and shelf.root(2) is not None
+    assert all(shelf.blob(digest) is not None for digest in digests[2:])
