@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
@@ -39,6 +39,7 @@ class State:
 
     def __init__(self, run: Run) -> None:
         self._ledger = Ledger(run.folder.ledger, read_only=True)
+        self._config = run.config
         self._lock = threading.Lock()
         self._summary: dict[str, Any] = {}
         self._taken = -self._FRESH_SECONDS
@@ -46,7 +47,7 @@ class State:
     def summary(self) -> dict[str, Any]:
         with self._lock:
             if time.monotonic() - self._taken >= self._FRESH_SECONDS:
-                self._summary = summary.summary(self._ledger, time.time_ns() // 1_000_000)
+                self._summary = summary.summary(self._ledger, self._config, time.time_ns() // 1_000_000)
                 self._taken = time.monotonic()
             return self._summary
 
@@ -99,6 +100,20 @@ def make_app(run: Run) -> FastAPI:
     return app
 
 
+STEP_FIGURES: Final = {
+    "kl": "KL from the policy that drew the batch to the one that learned from it, nats a token",
+    "ess": "Effective sample size of the last batch, as a share of its tokens",
+    "masked": "Share of the last batch's tokens left out for having moved too far",
+    "clipped": "Share of the last batch's tokens whose ratio was clipped or capped",
+    "entropy": "Entropy of the policy that learned, nats a token, estimated",
+    "ratio_mean": "Mean ratio of the last batch's tokens, before any cap",
+    "ratio_max": "Largest ratio of the last batch's tokens, before any cap",
+    "gradient_norm": "Norm of the last gradient, before clipping",
+    "learning_rate": "Learning rate of the last step",
+    "seconds": "Duration of the last step",
+}
+
+
 class _Metrics:
     """Prometheus metrics, computed at each scrape."""
 
@@ -116,6 +131,8 @@ class _Metrics:
             "audits_waiting": ("Traces waiting for their audit", now["audits_waiting"]),
             "nodes_connected": ("Nodes with a session", sum(node["connected"] for node in now["nodes"])),
         }
+        for name, text in STEP_FIGURES.items():
+            gauges[f"step_{name}"] = (text, (now["last_step"] or {}).get(name))
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"rlcommons_{name}", text, value=value)

@@ -1,16 +1,17 @@
 """Which groups make the next batch, and what the loss needs of them. Pure.
 
-Chosen by policy version, age and rewards alone, before anything that tells who drew them is read, so that a
-node cannot be favoured or starved by the learner. Not here: reading the ledger (learner.py), the advantage
-itself (advantage.py), the forward pass (learner.py).
+What can be learned from is decided by policy version, age and rewards alone, before anything that tells who drew
+it is read, so that a node cannot be favoured or starved by the learner. Who drew what then only puts groups off
+until a later batch, where one node would make too much of this one. Not here: reading the ledger (learner.py), the
+advantage itself (advantage.py), how completions share a forward pass (packing.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import LocalError
 from protocol.trace import Trace
-from trainer.advantage import advantages, is_flat
+from trainer.advantage import ADVANTAGES, is_flat, length_penalty
 from trainer.ledger_rows import CompleteGroup, GroupOutcome, TrainingTrace
 
 
@@ -35,6 +36,25 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Shaping:
+    """What the reward and the group make of a completion. A penalty of `length_penalty` is taken from the reward of
+    one as long as `most_tokens`, less below that, nothing `length_ramp` tokens below it. Completions whose last turn
+    does not end with one of `stop_ids` were cut off; with `mask_overlong` they count in their group alone."""
+
+    advantage: str = "mean"
+    length_penalty: float = 0.0
+    length_ramp: int = 1
+    most_tokens: int = 1
+    mask_overlong: bool = False
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    def reward(self, reward: float, drawn: int) -> float:
+        if not self.length_penalty:
+            return reward
+        return reward + self.length_penalty * length_penalty(drawn, most=self.most_tokens, ramp=self.length_ramp)
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One completion as the loss sees it. n generated tokens among L.
 
@@ -43,6 +63,7 @@ class Completion:
 
     group_id: bytes
     ids: NDArray[np.int64]  # [L] prompt, then the trace's tokens
+    prompt: int  # tokens of ids that are the prompt, the same in every completion of the group
     generated: NDArray[np.int64]  # [n] positions in ids of the tokens the policy drew, ascending, never 0
     mu: NDArray[np.float32] | None  # [n]
     advantage: float
@@ -57,10 +78,17 @@ class Completion:
         return mask
 
 
-def choose(outcomes: Sequence[GroupOutcome], *, version: int, staleness_limit: int, wanted: int) -> Choice:
+def choose(
+    outcomes: Sequence[GroupOutcome],
+    *,
+    version: int,
+    staleness_limit: int,
+    wanted: int,
+    put_off: frozenset[bytes] = frozenset(),
+) -> Choice:
     """The oldest `wanted` informative groups for a step from policy `version`; fewer when there are not so many.
 
-    outcomes come oldest first.
+    outcomes come oldest first. Groups of `put_off` stay for a later batch.
     """
     informative: list[GroupOutcome] = []
     flat: list[GroupOutcome] = []
@@ -74,7 +102,7 @@ def choose(outcomes: Sequence[GroupOutcome], *, version: int, staleness_limit: i
             unusable[outcome.group_id] = cause
         elif is_flat(_numbers(outcome)):
             passed.append(outcome)
-        else:
+        elif outcome.group_id not in put_off:
             informative.append(outcome)
             flat += passed
             passed = []
@@ -85,6 +113,28 @@ def choose(outcomes: Sequence[GroupOutcome], *, version: int, staleness_limit: i
         unusable,
         math.fsum(rewards) / len(rewards) if rewards else 0.0,
     )
+
+
+def crowding(drawers: Mapping[bytes, Sequence[bytes]], *, wanted: int, share: float) -> frozenset[bytes]:
+    """Groups to put off so that no node draws more than `share` of a batch of `wanted` groups.
+
+    drawers: who drew each completion of each informative group, oldest group first. When the others are too few to
+    fill the batch, the oldest of the crowding groups are let in: a bound must not stop a run of one node.
+    """
+    total = sum(len(nodes) for nodes in list(drawers.values())[:wanted])
+    held: Counter[bytes] = Counter()
+    crowded: list[bytes] = []
+    taken = 0
+    for group_id, nodes in drawers.items():
+        if taken == wanted:
+            break
+        added = Counter(nodes)
+        if any(held[node] + count > share * total for node, count in added.items()):
+            crowded.append(group_id)
+        else:
+            held += added
+            taken += 1
+    return frozenset(crowded[wanted - taken :])
 
 
 def _unusable(outcome: GroupOutcome, version: int, staleness_limit: int) -> str:
@@ -100,30 +150,34 @@ def _numbers(outcome: GroupOutcome) -> list[float]:
     return [reward for reward in outcome.rewards if reward is not None]
 
 
-def build(groups: Sequence[CompleteGroup], version: int) -> tuple[Completion, ...]:
-    """The completions of the chosen groups, in order.
+def build(groups: Sequence[CompleteGroup], version: int, shaping: Shaping | None = None) -> tuple[Completion, ...]:
+    """The completions of the chosen groups that the loss is to see, in order.
 
     Raises LocalError when the ledger's own rows do not fit together.
     """
-    return tuple(sequence for group in groups for sequence in _sequences(group, version))
+    return tuple(sequence for group in groups for sequence in _sequences(group, version, shaping or Shaping()))
 
 
-def _sequences(group: CompleteGroup, version: int) -> list[Completion]:
+def _sequences(group: CompleteGroup, version: int, shaping: Shaping) -> list[Completion]:
     row = group.group
     if len(group.traces) != row.size:
         raise LocalError(f"group {row.group_id.hex()} has {len(group.traces)} accepted traces, not {row.size}")
-    gains = advantages([trace.reward for trace in group.traces])
+    traces = [codec.decode(Trace, codec.decode(Signed, each.trace).payload) for each in group.traces]
+    drawn = [np.asarray(trace.generated(), dtype=np.int64) for trace in traces]
+    rewards = [shaping.reward(each.reward, len(at)) for each, at in zip(group.traces, drawn, strict=True)]
+    gains = ADVANTAGES[shaping.advantage](rewards)
     prompt = np.asarray(row.prompt, dtype=np.int64)
     result = []
-    for training, gain in zip(group.traces, gains, strict=True):
-        trace = codec.decode(Trace, codec.decode(Signed, training.trace).payload)
-        generated = np.asarray(trace.generated(), dtype=np.int64) + len(prompt)
+    for training, trace, at, gain in zip(group.traces, traces, drawn, gains, strict=True):
+        if shaping.mask_overlong and trace.tokens[-1] not in shaping.stop_ids:
+            continue
         result.append(
             Completion(
                 group_id=row.group_id,
                 ids=np.concatenate((prompt, np.asarray(trace.tokens, dtype=np.int64))),
-                generated=generated,
-                mu=_mu(training, len(generated)),
+                prompt=len(prompt),
+                generated=at + len(prompt),
+                mu=_mu(training, len(at)),
                 advantage=gain,
                 policy_version=row.policy_version,
                 staleness=version - row.policy_version,
@@ -136,24 +190,3 @@ def _mu(training: TrainingTrace, generated: int) -> NDArray[np.float32] | None:
     if training.mu is not None and len(training.mu) != generated:
         raise LocalError(f"trace {training.digest.hex()}: {len(training.mu)} logprobs for {generated} drawn tokens")
     return training.mu
-
-
-def micro_batches(lengths: Sequence[int], most_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Indices packed so that each pack's padded size (longest × count) is at most `most_tokens`; a sequence
-    longer than that gets a pack of its own. Sorted by length, so that little is padding."""
-    packs: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda each: lengths[each], reverse=True):
-        # The first of a pack is its longest.
-        if packs and lengths[packs[-1][0]] * (len(packs[-1]) + 1) <= most_tokens:
-            packs[-1].append(index)
-        else:
-            packs.append([index])
-    return tuple(tuple(pack) for pack in packs)
-
-
-def padded(rows: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """[B, longest], zeros on the right: attention is causal, so nothing before them sees them."""
-    table = np.zeros((len(rows), max(len(row) for row in rows)), dtype=np.int64)
-    for place, row in zip(table, rows, strict=True):
-        place[: len(row)] = row
-    return table

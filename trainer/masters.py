@@ -9,13 +9,14 @@ where this is kept on disk (checkpoint.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from protocol.errors import LocalError, PolicyError
 from trainer.config import TrainerConfig
+from trainer.schedule import learning_rate
 from verify.model import PolicyModel
 
 
@@ -66,11 +67,22 @@ class Masters:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             weight.grad = None
 
+    def gradients(self) -> Iterator[Tensor]:
+        """What was collected, in one order everywhere; zeros of a weight that got none."""
+        for master in self._masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            yield master.grad
+
     def forget(self) -> None:
         """Drop what was collected."""
         self._optimiser.zero_grad(set_to_none=True)
         for weight in self._policy.values():
             weight.grad = None
+
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self._config, self.steps)
 
     def step(self) -> float:
         """One AdamW update from the collected gradients; their global norm before clipping. A norm that is not
@@ -78,9 +90,8 @@ class Masters:
         with_gradient = [master for master in self._masters.values() if master.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(with_gradient, self._config.gradient_clip, foreach=True))
         if math.isfinite(norm):
-            rate = self._config.learning_rate * min(1.0, (self.steps + 1) / max(1, self._config.warmup_steps))
             for group in self._optimiser.param_groups:
-                group["lr"] = rate
+                group["lr"] = self.rate()
             self._optimiser.step()
             self.steps += 1
             self.round()

@@ -156,8 +156,11 @@ class PolicyModel:
 
         Raises EngineError for an architecture that transformers cannot do this for.
         """
+        # transformers renamed it; both names are within the versions we accept.
+        new = getattr(self._model, "activation_checkpointing_enable", None)
+        enable = new or self._model.gradient_checkpointing_enable
         try:
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable({"use_reentrant": False})
         except ValueError as error:
             raise EngineError(f"no gradient checkpointing for this policy: {cause(error)}") from None
         self._checkpointed = [each for each in self._model.modules() if getattr(each, "gradient_checkpointing", False)]

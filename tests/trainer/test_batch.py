@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import LocalError
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
-from trainer.batch import build, choose, micro_batches, padded
+from trainer.batch import Shaping, build, choose, crowding
 from trainer.ledger_rows import CompleteGroup, GroupOutcome, GroupRow, TrainingTrace
 
 G, O = SpanKind.GENERATED, SpanKind.OBSERVED  # noqa: E741
@@ -100,16 +98,33 @@ def test_rows_of_the_ledger_that_do_not_fit_together_are_our_fault() -> None:
         build([group(short, size=2)], version=5)
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 1000))
-def test_micro_batches_hold_every_completion_once_and_no_more_padded_tokens_than_allowed(
-    lengths: list[int], most: int
-) -> None:
-    packs = micro_batches(lengths, most)
-    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
-    for pack in packs:
-        assert len(pack) == 1 or max(lengths[index] for index in pack) * len(pack) <= most
+def test_a_penalty_is_taken_from_the_rewards_of_long_completions_before_the_groups_mean() -> None:
+    short, long = trace_bytes((10, 11), (Span(G, 2),)), trace_bytes(tuple(range(10, 20)), (Span(G, 10),))
+    both = group(TrainingTrace(0, bytes(32), bytes(32), 1.0, short, None), TrainingTrace(1, b"", b"", 1.0, long, None))
+    shaping = Shaping(length_penalty=0.5, length_ramp=4, most_tokens=12)
+    assert [each.advantage for each in build([both], 5, shaping)] == [0.125, -0.125]
+    assert [each.advantage for each in build([both], 5)] == [0.0, 0.0]
 
 
-def test_padding_is_on_the_right() -> None:
-    table = padded([np.array([1, 2, 3]), np.array([4])])
-    assert table.tolist() == [[1, 2, 3], [4, 0, 0]]
+def test_completions_that_were_cut_off_count_in_their_group_alone() -> None:
+    ended, cut = trace_bytes((10, 3), (Span(G, 2),)), trace_bytes((10, 11), (Span(G, 2),))
+    traces = [TrainingTrace(slot, b"", b"", float(not slot), raw, None) for slot, raw in enumerate((ended, cut, cut))]
+    found = build([group(*traces)], 5, Shaping(mask_overlong=True, stop_ids=frozenset({3})))
+    assert [each.advantage for each in found] == [pytest.approx(2 / 3)]
+    assert len(build([group(*traces)], 5)) == 3
+
+
+def test_a_node_that_drew_too_much_is_put_off_while_groups_of_others_wait() -> None:
+    drawers = {bytes([n]): nodes for n, nodes in enumerate((b"aa", b"aa", b"ab", b"bb", b"cc", b"aa"), start=1)}
+    as_bytes = {group_id: tuple(bytes([node]) for node in nodes) for group_id, nodes in drawers.items()}
+    assert crowding(as_bytes, wanted=4, share=0.5) == frozenset(ids(3))
+    assert crowding(as_bytes, wanted=4, share=1.0) == frozenset()
+    outcomes = [outcome(n, 5, 0, 1) for n in range(1, 7)]
+    found = choose(outcomes, version=5, staleness_limit=8, wanted=4, put_off=frozenset(ids(3)))
+    assert found.informative == ids(1, 2, 4, 5) and found.unusable == {}
+
+
+def test_a_bound_on_a_nodes_share_does_not_stop_a_run_of_one_node() -> None:
+    drawers = {bytes([n]): (b"a", b"a") for n in range(1, 7)}
+    assert crowding(drawers, wanted=4, share=0.5) == frozenset(ids(5, 6))
+    assert crowding({}, wanted=4, share=0.5) == frozenset()

@@ -16,18 +16,22 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import LocalError, PolicyError
+from protocol import codec
+from protocol.envelope import Signed
+from protocol.errors import LocalError, PolicyError, UsageError
 from protocol.policy import policy_root
+from protocol.trace import Trace
 from tests.trainer.fabricate import Gateway, make_run, one_thread
 from trainer import learner as learner_module
 from trainer.child import Changes
-from trainer.config import write_config
-from trainer.learner import Learner
+from trainer.config import TrainerConfig, write_config
+from trainer.learner import Diverged, Learner
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState, StepRow
 from trainer.masters import Masters
 from trainer.publish import tensor_names
 from trainer.rundir import Run, open_run
+from trainer.schedule import learning_rate
 from verify.model import PolicyModel
 
 ROOT = Path(learner_module.__file__).parents[1]
@@ -122,7 +126,7 @@ def test_the_policy_that_scores_is_the_masters_in_bfloat16(made: tuple[Run, Ledg
     stepped(learner)
     published = load_file(run.folder.policy(1) / "model.safetensors")
     state = load_file(run.folder.step(1) / "state.safetensors")
-    live = learner._model.parameters()
+    live = learner.stepper.model.parameters()
     for name, tensor in published.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, state[f"master/{name}"].bfloat16())
@@ -135,16 +139,16 @@ def test_what_was_not_audited_is_scored_by_the_policy_that_drew_it(made: tuple[R
     learner = Learner(run, ledger)
     stepped(learner)
     stepped(learner)
-    before = {name: weight.detach().clone() for name, weight in learner._model.parameters().items()}
+    before = {name: weight.detach().clone() for name, weight in learner.stepper.model.parameters().items()}
     gateway = Gateway(run, ledger, seed=1)
     expected = gateway.draw(2, 0) + gateway.draw(2, 2)
     gateway.accept(gateway.submit(expected))
     groups = ledger.training_groups([group.group_id for group, _ in expected])
     completions = learner_module.build(groups, learner.version)
-    found = learner._recall(completions)
+    found = learner.stepper.recall(completions)
     for mu, episode in zip(found, [episode for _, episodes in expected for episode in episodes], strict=True):
         np.testing.assert_allclose(mu.numpy(), episode.logprobs, atol=1e-4)
-    assert all(torch.equal(weight, before[name]) for name, weight in learner._model.parameters().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.stepper.model.parameters().items())
 
 
 def test_the_audits_logprobs_are_used_where_there_was_one_and_a_drift_from_them_is_an_alarm(
@@ -206,6 +210,24 @@ def test_a_loss_that_is_not_finite_refuses_the_step_drops_its_group_and_learning
     assert stepped(learner).version == 1
 
 
+def test_three_batches_in_a_row_without_a_finite_loss_stop_the_learner_and_the_policy_is_kept(
+    drawn: Path, tmp_path: Path
+) -> None:
+    run, ledger = copied(drawn, tmp_path / "run", groups_per_step=1)
+    learner = Learner(run, ledger)
+    stepped(learner)
+    for row in ledger.view("SELECT digest, trace FROM submissions"):
+        trace = codec.decode(Trace, codec.decode(Signed, row["trace"]).payload)
+        mu = np.full(len(trace.generated()), np.nan, dtype="<f4")
+        execute(ledger, "UPDATE submissions SET mu = ? WHERE digest = ?", (mu.tobytes(), row["digest"]))
+    for _ in range(2):
+        assert learner.turn() == "a step from policy 1 was refused: its loss is not finite"
+    with pytest.raises(Diverged, match="3 batches in a row were refused, the last because its loss is not finite"):
+        learner.turn()
+    assert Learner(run, ledger).version == 1
+    assert any(event.startswith("alarm: 3 batches in a row") for event in events(ledger))
+
+
 def execute(ledger: Ledger, statement: str, values: tuple[Any, ...]) -> None:
     """A change to the ledger that no process of the trainer makes."""
     with ledger.write():
@@ -215,11 +237,11 @@ def execute(ledger: Ledger, statement: str, values: tuple[Any, ...]) -> None:
 def test_a_gradient_that_is_not_finite_changes_no_weight(made: tuple[Run, Ledger]) -> None:
     run, ledger = made
     learner = Learner(run, ledger)
-    before = {name: tensor.clone() for name, tensor in learner.masters.tensors().items()}
+    before = {name: tensor.clone() for name, tensor in learner.stepper.masters.tensors().items()}
     execute(ledger, "UPDATE submissions SET reward = reward * 1e30", ())
     refused = learner.turn()
     assert refused == "a step from policy 0 was refused: the gradient is not finite"
-    after = learner.masters.tensors()
+    after = learner.stepper.masters.tensors()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -238,6 +260,19 @@ def test_a_policy_whose_files_leave_a_weight_out_is_refused_at_the_start(made: t
     names = tensor_names(policy) - {"model.norm.weight"}
     with pytest.raises(PolicyError, match=r"do not name the weight model\.norm\.weight"):
         Masters(PolicyModel(policy, "float32", "cpu"), run.config, names)
+
+
+def test_the_learning_rate_warms_up_and_follows_its_schedule() -> None:
+    settings: dict[str, Any] = dict(learning_rate=1.0, warmup_steps=2, schedule_steps=6, final_learning_rate=0.1)
+    rates = {
+        name: [learning_rate(TrainerConfig(schedule=name, **settings), step) for step in range(8)]
+        for name in ("constant", "linear", "cosine")
+    }
+    assert rates["constant"] == [0.5, 1, 1, 1, 1, 1, 1, 1]
+    assert rates["linear"] == pytest.approx([0.5, 1, 1, 0.7, 0.4, 0.1, 0.1, 0.1])
+    assert rates["cosine"] == pytest.approx([0.5, 1, 1, 0.775, 0.325, 0.1, 0.1, 0.1])
+    with pytest.raises(UsageError, match="schedule = 'linear' must know its end"):
+        TrainerConfig(schedule="linear")
 
 
 POINTS = ("learned", "state written", "policy written", "policy renamed", "step renamed", "deltas made", "recorded")

@@ -32,7 +32,11 @@ NODE = Identity(b"\x07" * 32).node
 
 
 def step(version: int, reward: float) -> StepRow:
-    return StepRow(version, 1_000 * version, 16, 128, 5000, reward, 2, 1.5, 3, 0.1, 0.9, 0.001, 0.0, 0.7, 0.4)
+    figures = dict(loss=0.1, ess=0.9, kl=0.001, masked=0.0, clipped=0.03, entropy=1.2, ratio_mean=1.0, ratio_max=3.0)
+    return StepRow(
+        version, 1_000 * version, 16, 128, 5000, reward, 2, 1.5, 3, **figures, gradient_norm=0.7, learning_rate=1e-3,
+        seconds=0.4,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,209 @@
+"""One optimiser step from completions: recall log μ, gradients over micro-batches, the team's sum, the update.
+
+    recall  log μ of every token       from the audit, or by the policy that drew it
+    learn   gradients of a share       packing.py, loss.py
+    add     the shares of all          team.py
+    step    masters and live model     masters.py
+
+Every process of a learner has one, and after each step all hold the same weights. Not here: which completions, and
+what becomes of the result (learner.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.batch import Completion
+from trainer.config import TrainerConfig
+from trainer.loss import LossSettings, LossSums, Tokens, token_logprobs, token_losses
+from trainer.masters import Masters
+from trainer.packing import Pack, plan, seen
+from trainer.publish import tensor_names
+from trainer.rundir import RunFolder
+from trainer.team import Team
+from verify.model import PolicyModel
+
+NOT_FINITE: Final = "is not finite"  # ends the cause of a refusal that no batch should meet
+
+
+class StepRefused(Exception):
+    """This batch must not be learned from; the policy stays as it is. `groups` are to be dropped."""
+
+    def __init__(self, cause: str, groups: tuple[bytes, ...]) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.groups = groups
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step that was taken: its sums over all completions, and the gradient's norm before clipping."""
+
+    sums: LossSums
+    gradient_norm: float
+    learning_rate: float
+
+
+class Stepper:
+    """The live policy, its masters and this process' place in the team."""
+
+    def __init__(self, folder: RunFolder, config: TrainerConfig, version: int, team: Team) -> None:
+        self._folder = folder
+        self._config = config
+        self._team = team
+        self.version = version
+        policy = folder.policy(version)
+        self.model = PolicyModel(policy, config.dtype, team.device(config.device))
+        if config.gradient_checkpointing:
+            self.model.checkpoint_layers()
+        self.masters = Masters(self.model, config, tensor_names(policy))
+        self._settings = LossSettings(
+            mask_difference=config.mask_difference,
+            ratio_cap=config.ratio_cap,
+            log_ratio_penalty=config.log_ratio_penalty,
+            tokens=config.loss_tokens or config.group_size * config.groups_per_step * config.max_turn_tokens,
+            temperature=config.temperature,
+            name=config.loss,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+        )
+
+    def step(self, completions: Sequence[Completion]) -> Stepped:
+        """Learn from a batch, the same in every process of the team: the live policy becomes version + 1.
+
+        Raises StepRefused, in every process alike; then nothing has changed.
+        """
+        sums = self._add(*self._learn_share(completions))
+        rate = self.masters.rate()
+        norm = self.masters.step()
+        if not math.isfinite(norm):
+            raise StepRefused(f"the gradient {NOT_FINITE}", _groups(completions))
+        self.version += 1
+        return Stepped(sums, norm, rate)
+
+    def forget(self) -> None:
+        """Be as before a step that was refused."""
+        self.masters.forget()
+        self.masters.round()
+
+    def _learn_share(self, completions: Sequence[Completion]) -> tuple[LossSums, StepRefused | None]:
+        mine = self._share(completions)
+        try:
+            return self.learn(mine, self.recall(mine)), None
+        except StepRefused as refusal:
+            return LossSums(), refusal
+
+    def _share(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Whole groups, whose prompts are then computed once."""
+        groups: dict[bytes, list[Completion]] = {}
+        for completion in completions:
+            groups.setdefault(completion.group_id, []).append(completion)
+        parts = list(groups.values())
+        mine = self._team.share([sum(len(each.ids) for each in part) for part in parts])
+        return [completion for index in mine for completion in parts[index]]
+
+    def _add(self, sums: LossSums, refusal: StepRefused | None) -> LossSums:
+        """The sums of all processes, whose gradients are then in the masters of each."""
+        found = self._team.gather((sums, None if refusal is None else (refusal.cause, refusal.groups)))
+        refused = [each for _, each in found if each is not None]
+        if refused:
+            raise StepRefused(refused[0][0], tuple(sorted({group for _, groups in refused for group in groups})))
+        if self._team.size > 1:
+            self._team.add(self.masters.gradients())
+        return sum((each for each, _ in found), LossSums())
+
+    # --- log μ ---
+
+    def recall(self, completions: Sequence[Completion]) -> list[Tensor]:
+        """log μ [n] of each completion: the audit's, else by a forward pass of the policy that drew it.
+
+        That policy is still on disk (keep_policies is above staleness_limit) and lends its weights to the live
+        model for the pass. Asking the current weights instead would make every ratio 1 and so hide that the
+        completion is stale.
+        """
+        mus = {
+            index: torch.from_numpy(completion.mu.copy())
+            for index, completion in enumerate(completions)
+            if completion.mu is not None
+        }
+        for version in sorted({completions[i].policy_version for i in range(len(completions)) if i not in mus}):
+            self._become(version, completions)
+            indices = [i for i in range(len(completions)) if i not in mus and completions[i].policy_version == version]
+            for pack in self._packs([completions[i] for i in indices]):
+                members = [indices[place] for place in pack.members]
+                with torch.inference_mode():
+                    logprobs = self._logprobs(pack)
+                # A copy made outside of inference mode may take part in a backward pass.
+                mus |= zip(members, _cut(logprobs.cpu().clone(), [completions[i] for i in members]), strict=True)
+        self.masters.round()
+        return [mus[index] for index in range(len(completions))]
+
+    def _become(self, version: int, completions: Sequence[Completion]) -> None:
+        if version == self.version:
+            self.masters.round()
+            return
+        folder = self._folder.policy(version)
+        if not folder.exists() or not self.model.swap(folder):
+            lost = [each for each in completions if each.policy_version == version]
+            raise StepRefused(f"policy {version} is no longer on disk", _groups(lost))
+
+    # --- gradients ---
+
+    def learn(self, completions: Sequence[Completion], mus: Sequence[Tensor]) -> LossSums:
+        """Collect the gradients of some completions in the masters."""
+        total = LossSums()
+        for pack in self._packs(completions):
+            members = [completions[i] for i in pack.members]
+            counts = [len(each.generated) for each in members]
+            gains = torch.tensor([each.advantage for each in members], dtype=torch.float32)
+            tokens = Tokens(
+                logprobs=self._logprobs(pack),
+                mu=torch.cat([mus[i] for i in pack.members]).to(self.model.device),
+                advantages=gains.repeat_interleave(torch.tensor(counts)).to(self.model.device),
+                counts=counts,
+            )
+            losses, sums = token_losses(tokens, self._settings)
+            if not math.isfinite(sums.loss):
+                raise StepRefused(f"its loss {NOT_FINITE}", _not_finite(members, losses))
+            losses.sum().backward()  # type: ignore[no-untyped-call]
+            self.masters.collect()
+            total += sums
+        return total
+
+    def _packs(self, completions: Sequence[Completion]) -> tuple[Pack, ...]:
+        return plan(completions, self._config.micro_batch_tokens, share=self.model.takes_masks)
+
+    def _logprobs(self, pack: Pack) -> Tensor:
+        """log π of the drawn tokens of a pack's completions, one after the other, float32."""
+        device = self.model.device
+        mask = None if pack.plain else self.model.attention_mask(*seen(pack, device))
+        _, logits = self.model.run(_to(pack.ids, device), _to(pack.rows, device), _to(pack.positions, device), mask)
+        return token_logprobs(logits, _to(pack.tokens, device), self._settings.temperature)
+
+
+def _to(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def _groups(completions: Sequence[Completion]) -> tuple[bytes, ...]:
+    return tuple(sorted({each.group_id for each in completions}))
+
+
+def _cut(values: Tensor, members: Sequence[Completion]) -> list[Tensor]:
+    """The values of drawn tokens of some completions, one after the other, as one tensor each."""
+    ends = np.cumsum([len(each.generated) for each in members]).tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _not_finite(members: Sequence[Completion], losses: Tensor) -> tuple[bytes, ...]:
+    """Groups of the completions that have a token whose loss is not finite."""
+    parts = zip(members, _cut(losses.detach(), members), strict=True)
+    return _groups([each for each, part in parts if not bool(torch.isfinite(part).all())])
