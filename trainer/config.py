@@ -116,7 +116,8 @@ class TrainerConfig:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
         from_zero = (
             "relay_mib_per_second", "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens",
-            "staleness_target", "steps", "log_ratio_penalty", "clip_low", "clip_high", "length_penalty", "length_ramp", "schedule_steps",
+            "staleness_target", "steps",
+            "log_ratio_penalty", "clip_low", "clip_high", "length_penalty", "length_ramp", "schedule_steps",
             "final_learning_rate",
         )  # fmt: skip
         for name in from_zero:

@@ -860,6 +860,17 @@ class Ledger(LogOfRun, CareOfLedger):
                 found.append(CompleteGroup(group_of(row), self._training_traces(group_id)))
         return found
 
+    def drawers(self, group_ids: Sequence[bytes]) -> dict[bytes, tuple[bytes, ...]]:
+        """Who drew the accepted completions of each of these groups, in the order named."""
+        found = {}
+        for group_id in group_ids:
+            rows = self._db.execute(
+                "SELECT node FROM submissions WHERE group_id = ? AND state = ? ORDER BY slot",
+                (group_id, SubmissionState.ACCEPTED),
+            )
+            found[group_id] = tuple(row[0] for row in rows)
+        return found
+
     def _training_traces(self, group_id: bytes) -> tuple[TrainingTrace, ...]:
         rows = self._db.execute(
             "SELECT slot, node, digest, reward, trace, mu FROM submissions WHERE group_id = ? AND state = ? "
@@ -874,10 +885,8 @@ class Ledger(LogOfRun, CareOfLedger):
     def record_step(self, step: StepRow, root: bytes, taken: Iterable[bytes]) -> None:
         """One learner step, atomically: its figures, the groups it used and the policy it made."""
         with self.write():
-            self._db.execute(
-                "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                tuple(getattr(step, name) for name in StepRow.__slots__),
-            )
+            values = tuple(getattr(step, name) for name in StepRow.__slots__)
+            self._db.execute(f"INSERT INTO steps VALUES ({', '.join('?' * len(values))})", values)
             self._db.executemany(
                 "UPDATE groups SET state = ?, batch = ? WHERE group_id = ?",
                 [(GroupState.TAKEN, step.version, group_id) for group_id in taken],

@@ -120,8 +120,9 @@ CREATE TABLE steps (
     created_ms INTEGER NOT NULL, groups INTEGER NOT NULL, traces INTEGER NOT NULL,
     tokens INTEGER NOT NULL, reward_mean REAL NOT NULL, flat_groups INTEGER NOT NULL,
     staleness_mean REAL NOT NULL, staleness_max INTEGER NOT NULL, loss REAL NOT NULL,
-    ess REAL NOT NULL, kl REAL NOT NULL, masked REAL NOT NULL, gradient_norm REAL NOT NULL,
-    seconds REAL NOT NULL
+    ess REAL NOT NULL, kl REAL NOT NULL, masked REAL NOT NULL, clipped REAL NOT NULL,
+    entropy REAL NOT NULL, ratio_mean REAL NOT NULL, ratio_max REAL NOT NULL,
+    gradient_norm REAL NOT NULL, learning_rate REAL NOT NULL, seconds REAL NOT NULL
 );
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
@@ -300,6 +301,9 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
+    """One learner step in figures. Shares are of its generated tokens, entropy and kl are nats a token; ratios are
+    raw: before any mask, cap or clip."""
+
     version: int
     created_ms: int
     groups: int
@@ -313,7 +317,12 @@ class StepRow:
     ess: float
     kl: float
     masked: float
-    gradient_norm: float
+    clipped: float
+    entropy: float
+    ratio_mean: float
+    ratio_max: float
+    gradient_norm: float  # before clipping
+    learning_rate: float
     seconds: float
 
 

@@ -53,6 +53,12 @@ def _figures(found: dict[str, Any]) -> Table:
         f"audited {found['audited']:,} (waiting {found['audits_waiting']})",
         f"staleness {_number(found['staleness_mean'], 1)} (most {_number(found['staleness_max'], 0)}) versions",
     )
+    if step := found["last_step"]:
+        table.add_row(
+            f"KL {step['kl']:.2g} nats a token, ESS {step['ess']:.2f}",
+            f"masked {step['masked']:.1%}, clipped {step['clipped']:.1%}",
+            f"entropy {step['entropy']:.2f}, gradient {step['gradient_norm']:.2g}, rate {step['learning_rate']:.2g}",
+        )
     return table
 
 

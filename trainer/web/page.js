@@ -16,6 +16,19 @@ async function get(path) {
   return response.json();
 }
 
+// Of the last step; bad beyond what raises an alarm (trainer/learner.py).
+function learning(step) {
+  if (!step) return [];
+  return [
+    ["KL to the drawer", number(step.kl, 4), step.kl > 0.01],
+    ["ESS share", number(step.ess, 2), step.ess < 0.5],
+    ["masked", number(100 * step.masked, 1) + " %", step.masked > 0.02],
+    ["clipped", number(100 * step.clipped, 1) + " %", step.clipped > 0.2],
+    ["entropy, nats", number(step.entropy, 2)],
+    ["gradient norm", number(step.gradient_norm, 2)],
+  ];
+}
+
 function figures(state) {
   const shown = [
     ["policy version", number(state.version)],
@@ -26,10 +39,11 @@ function figures(state) {
     ["tokens a second", number(state.tokens_per_second)],
     ["staleness", number(state.staleness_mean, 1)],
     ["nodes", number(state.nodes.filter((node) => node.connected).length)],
+    ...learning(state.last_step),
   ];
-  at("figures").replaceChildren(...shown.map(([label, value]) => {
+  at("figures").replaceChildren(...shown.map(([label, value, bad]) => {
     const box = document.createElement("div");
-    box.className = "figure";
+    box.className = bad ? "figure bad" : "figure";
     const strong = document.createElement("b");
     strong.textContent = value;
     const name = document.createElement("span");
