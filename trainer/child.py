@@ -1,5 +1,5 @@
 """What the trainer's child processes (auditors, learner) have in common: they end with their parent, wait for the
-ledger to change, and say what they do in lines on stderr.
+ledger to change, give signs of life, and say what they do in lines on stderr.
 
 Not here: starting and watching them (serve.py).
 """
@@ -7,6 +7,7 @@ Not here: starting and watching them (serve.py).
 from __future__ import annotations
 
 import _thread
+import contextlib
 import fcntl
 import os
 import signal
@@ -59,7 +60,7 @@ def alone(run: Path, name: str) -> Iterator[None]:
 
     Raises LocalError when the other does not end.
     """
-    with (run / f"{name}.lock").open("a") as file:
+    with _lock(run, name).open("a") as file:
         deadline = time.monotonic() + 2 * END_SECONDS
         while True:
             try:
@@ -69,7 +70,26 @@ def alone(run: Path, name: str) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise LocalError(f"another {name} of {run} is running: end it, two must not work at once") from None
                 time.sleep(POLL_SECONDS)
+        os.utime(file.fileno(), (0, 0))
         yield
+
+
+def _lock(run: Path, name: str) -> Path:
+    return run / f"{name}.lock"
+
+
+def show_life(run: Path, name: str) -> None:
+    """A sign of life of a process that is `alone` there: its lock's time. A full disk takes it too."""
+    with contextlib.suppress(OSError):
+        os.utime(_lock(run, name))
+
+
+def last_sign(run: Path, name: str) -> int:
+    """Changes with each sign of life; 0 before the first since its start."""
+    try:
+        return _lock(run, name).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class Changes:

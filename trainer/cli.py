@@ -248,7 +248,7 @@ def _status(options: argparse.Namespace) -> int:
     from trainer.summary import summary
 
     run = open_run(options.run)
-    found = summary(Ledger(run.folder.ledger, read_only=True), time.time_ns() // 1_000_000)
+    found = summary(Ledger(run.folder.ledger, read_only=True), run.config, time.time_ns() // 1_000_000)
     if options.json:
         print(json.dumps(found))
         return 0

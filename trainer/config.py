@@ -94,6 +94,8 @@ class TrainerConfig:
     staleness_limit: int = 8  # versions; an older group is dropped
     steps: int = 0  # stop after so many policy versions; 0: go on
 
+    stall_seconds: float = 1800.0  # a part with work that does none for so long is started again; above a step's time
+
     # machine
     device: str = "cpu"  # of learner and auditors: "cpu", "cuda", "cuda:1"
     dtype: str = "float32"  # in which the learner computes; masters are float32 always
@@ -109,6 +111,7 @@ class TrainerConfig:
             "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
             "open_groups", "auditors", "auditor_batch_tokens", "auditor_seconds", "learning_rate",
             "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces",
+            "stall_seconds",
             "temperature", "relay_nodes", "relay_circuits", "relay_circuit_mib", "relay_circuit_minutes",
         )  # fmt: skip
         for name in positive:

@@ -25,10 +25,9 @@ from trainer.audit_draw import AuditChain
 from trainer.backup import read_backup
 from trainer.ledger import Ledger
 from trainer.place import copied_from, copy_advice, holder, workers
-from trainer.rundir import Run, RunFolder, load_run_identity, load_secrets, open_run
+from trainer.rundir import DISK_RESERVE_BYTES, Run, RunFolder, load_run_identity, load_secrets, open_run
 
 GIB: Final = 1024**3
-DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # as the gateway keeps free
 CLOCK_SECONDS: Final = 60.0
 RECENT_MS: Final = 24 * 3_600_000
 MOST_FAULTS: Final = 3

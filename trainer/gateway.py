@@ -40,13 +40,13 @@ from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest
 from protocol.run import RunAddress
-from trainer.child import alone, end_with_parent, now_ms, say
+from trainer.child import alone, end_with_parent, now_ms, say, show_life
 from trainer.config import TrainerConfig
 from trainer.leasing import Leasing
 from trainer.network import write_network
 from trainer.office import MANIFEST_DAYS, Office, figures, open_office, sign_calibrations, sign_manifest
 from trainer.peers import PeerList
-from trainer.rundir import Run, open_run
+from trainer.rundir import DISK_RESERVE_BYTES, Run, open_run
 from trainer.shelf import read_blob
 from trainer.visit import Visit
 
@@ -58,7 +58,6 @@ PRUNE_SECONDS: Final = 60.0
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
 NETWORK_SECONDS: Final = 2.0
 STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
-DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 BLOB_STREAMS_PER_NODE: Final = 2  # the old one may linger beside its successor
 BLOBS_PER_STREAM: Final = 8  # 4 MiB each, in memory while the peer reads slowly
 BLOBS_READ_AT_ONCE: Final = 8
@@ -245,6 +244,7 @@ class Gateway:
 
             await self._try(work)
             await self._close_epoch()
+            show_life(self.office.run.folder.path, "gateway")
             await trio.sleep(TIDY_SECONDS)
 
     async def _close_epoch(self) -> None:

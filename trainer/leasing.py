@@ -5,6 +5,7 @@ Every method runs in the clerk's thread, inside its transaction. Not here: who g
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Collection
@@ -30,6 +31,9 @@ LATE_SECONDS: Final = 2.0  # a lease is free again so long after its deadline: w
 _REPLY_BYTES: Final = 2 * 1024 * 1024  # of leases in one reply: long prompts could exceed a frame
 
 
+_NUMBER: Final = re.compile(r"\d+")
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A node's last request for leases."""
@@ -51,6 +55,7 @@ class Leasing:
         self._shelf = shelf
         self._stock = stock
         self._asks: dict[bytes, Ask] = {}
+        self._unserved: dict[bytes, tuple[str, int]] = {}  # node → (why it got nothing, since when)
 
     # --- giving ---
 
@@ -62,10 +67,22 @@ class Leasing:
         asking = Asking(node, request.slots, frozenset(request.versions), self._ledger.leased_slots(node), on_probation)
         plan = choose(asking, self._situation(node, connected, now_ms), self._config)
         leases, cause = self._issue(node, plan.grants, now_ms)
-        return LeasesReply(tuple(leases), plan.retry_ms, (cause or plan.cause)[: limits.MAX_TEXT_CHARACTERS])
+        why = (cause or plan.cause)[: limits.MAX_TEXT_CHARACTERS]
+        self._note_wait(node, "" if leases or not request.slots else why, now_ms)
+        return LeasesReply(tuple(leases), plan.retry_ms, why)
+
+    def _note_wait(self, node: bytes, why: str, now_ms: int) -> None:
+        """Tell people what a node waits for; written when that changes, not for each number in it."""
+        before, since_ms = self._unserved.get(node, ("", now_ms))
+        if _NUMBER.sub("#", before) == _NUMBER.sub("#", why):
+            return
+        since_ms = since_ms if before and why else now_ms
+        self._ledger.note_node_wait(node, why, since_ms)
+        self._unserved[node] = (why, since_ms)
 
     def _situation(self, node: bytes, connected: Collection[bytes], now_ms: int) -> Situation:
         self._asks = {each: ask for each, ask in self._asks.items() if each in connected or each == node}
+        self._unserved = {each: why for each, why in self._unserved.items() if each in self._asks}
         working = self._ledger.holders() | {
             each for each, ask in self._asks.items() if now_ms - ask.at_ms < ASKED_SECONDS * 1000
         }

@@ -936,7 +936,7 @@ class Ledger(LogOfRun, CareOfLedger):
         """A node's session ended; None: all of them (the gateway starts)."""
         with self.write():
             self._db.execute(
-                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0, slots_waiting = 0 "
+                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0, slots_waiting = 0, waits = '' "
                 "WHERE ? IS NULL OR node = ?",
                 (node, node),
             )

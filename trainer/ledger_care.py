@@ -1,5 +1,5 @@
 """The ledger as a thing to be looked after: whether it is whole, how it stays small, a copy of it while others write,
-what a run that was restored must not use again, and what each part of the trainer waits for.
+what a run that was restored must not use again, and what the trainer and its nodes wait for.
 
 A part of the ledger, whose connection it uses. Not here: which copies are made (backup.py), what is said of what was
 found (doctor.py, waits.py).
@@ -28,11 +28,26 @@ _TIMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """What a part of the trainer waits for or does, and since when (Unix ms)."""
+class Owed:
+    """Work that waits, with the Unix ms since when the oldest of it does; None where there is none."""
 
-    part: str
-    what: str
+    received: int  # traces to check: the gateway
+    received_ms: int | None
+    audited: int  # audits to be made verdicts: the gateway
+    audited_ms: int | None
+    audits: int  # traces to audit, claimed ones included: the auditors
+    audits_ms: int | None
+    unsigned: int  # 1 if the latest policy is to be signed: the gateway
+    unsigned_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an auditor is at work on since `since_ms`."""
+
+    auditor: str
+    traces: int
+    version: int
     since_ms: int
 
 
@@ -124,22 +139,39 @@ class CareOfLedger:
 
     # --- waits ---
 
-    def note_wait(self, wait: Wait) -> None:
-        """What a part waits for now."""
-        with self.write():
-            self._db.execute(
-                "INSERT INTO waits VALUES (?, ?, ?) ON CONFLICT(part) DO UPDATE SET what = excluded.what, "
-                "since_ms = excluded.since_ms",
-                (wait.part, wait.what, wait.since_ms),
-            )
-
     def note_node_wait(self, node: bytes, what: str, since_ms: int) -> None:
         """Why a node got no lease when it asked; "" once it gets one."""
         with self.write():
             self._db.execute("UPDATE nodes SET waits = ?, waits_ms = ? WHERE node = ?", (what, since_ms, node))
 
-    def waits(self) -> list[Wait]:
-        return [Wait(*row) for row in self._db.execute("SELECT part, what, since_ms FROM waits ORDER BY part")]
+    def owed(self) -> Owed:
+        """What each part of the trainer has to do."""
+        count = "SELECT COUNT(*), MIN(received_ms) FROM submissions WHERE state = ?"
+        received = self._db.execute(count, (SubmissionState.RECEIVED,)).fetchone()
+        audited = self._db.execute(count, (SubmissionState.AUDITED,)).fetchone()
+        audits = self._db.execute(count, (SubmissionState.AUDIT,)).fetchone()
+        unsigned = self._db.execute(
+            "SELECT COUNT(*), MIN(created_ms) FROM policies WHERE manifest IS NULL "
+            "AND version = (SELECT MAX(version) FROM policies)"
+        ).fetchone()
+        return Owed(*received, *audited, *audits, *unsigned)
+
+    def claims(self) -> list[Claim]:
+        """What auditors are at work on."""
+        rows = self._db.execute(
+            "SELECT claimed_by, COUNT(*), MIN(policy_version), MIN(claimed_ms) FROM submissions "
+            "WHERE claimed_by IS NOT NULL GROUP BY claimed_by ORDER BY claimed_by"
+        )
+        return [Claim(*row) for row in rows]
+
+    def last_times(self) -> tuple[int, int, int]:
+        """When the newest submission came, the newest verdict was given, the newest policy was made; 0: never."""
+        row = self._db.execute(
+            "SELECT (SELECT received_ms FROM submissions ORDER BY sequence DESC LIMIT 1), "
+            "(SELECT judged_ms FROM verdicts ORDER BY sequence DESC LIMIT 1), "
+            "(SELECT created_ms FROM policies ORDER BY version DESC LIMIT 1)"
+        ).fetchone()
+        return (row[0] or 0, row[1] or 0, row[2] or 0)
 
     def held_slots(self, now_ms: int) -> dict[bytes, tuple[int, int]]:
         """node → (slots it holds and has not answered, the first deadline of them, Unix ms)."""

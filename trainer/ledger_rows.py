@@ -112,9 +112,6 @@ CREATE TABLE nodes (
     rate REAL NOT NULL DEFAULT 1,       -- at which its last trace was drawn for audit
     waits TEXT NOT NULL DEFAULT '', waits_ms INTEGER  -- why it got no lease, since when
 );
-CREATE TABLE waits (                    -- what a part of the trainer waits for
-    part TEXT PRIMARY KEY, what TEXT NOT NULL, since_ms INTEGER NOT NULL
-);
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,        -- the policy version the step made
     created_ms INTEGER NOT NULL, groups INTEGER NOT NULL, traces INTEGER NOT NULL,

@@ -19,6 +19,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from protocol import codec, identity
 from protocol.envelope import Signed
@@ -27,6 +28,8 @@ from protocol.outputs import cause
 from protocol.policy import version_name
 from protocol.run import Genesis, open_genesis, run_id
 from trainer.config import TrainerConfig, load_config
+
+DISK_RESERVE_BYTES: Final = 256 * 1024 * 1024  # below it nothing new is accepted: the learner needs room to go on
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
 from protocol.errors import StorageError
-from trainer.child import now_ms
+from trainer.child import last_sign, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
+from trainer.ledger_rows import GroupState
 from trainer.place import locked
-from trainer.rundir import Run, load_run_identity, load_secrets, open_run
+from trainer.rundir import DISK_RESERVE_BYTES, Run, load_run_identity, load_secrets, open_run
+from trainer.stall import AUDITORS, MOST_RESTARTS, RUN, Seen, Watch
 from trainer.summary import summary
 
 STOP_SECONDS: Final = 4.0  # children get so long to end before they are killed
@@ -38,6 +42,7 @@ LOOK_SECONDS: Final = 0.1
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
 START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
+STALLED: Final = 4  # the exit code of a run that does not move
 CAUSE_CHARACTERS: Final = 300  # of why an auditor ended, beside the trace it was at work on
 LOG_BYTES: Final = 16 * 1024 * 1024  # a log is turned over at this size
 
@@ -158,6 +163,18 @@ class Supervisor:
         with contextlib.suppress(StorageError):  # its next start does it
             self._ledger.release_claims(auditor, died_of=died_of)
 
+    def process_of(self, name: str) -> int | None:
+        """The process id of a child that runs."""
+        child = next((each for each in self._children if each.name == name), None)
+        return None if child is None or child.process is None else child.process.pid
+
+    def restart(self, part: str, cause: str) -> None:
+        """End the children of a part, which are then started again. They are not asked: they do nothing."""
+        for child in self._children:
+            if child.name.startswith(part) and child.process is not None and not child.ended_for:
+                child.ended_for = cause
+                child.process.kill()
+
     def say(self, kind: str, text: str) -> None:
         self.news.append(text)
         with contextlib.suppress(StorageError):  # the page misses a line; the screen does not
@@ -218,7 +235,8 @@ def _signal_name(number: int) -> str:
 
 
 def serve(path: Path, *, as_json: bool = False, moved: bool = False) -> int:
-    """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C.
+    """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C,
+    STALLED where a part of the run does nothing although it was started again.
 
     Raises UsageError (no run there, served already, or a copy of a run that is not said to have `moved`) or
     LocalError (its key or secrets cannot be used).
@@ -235,18 +253,19 @@ def serve(path: Path, *, as_json: bool = False, moved: bool = False) -> int:
         screen = _screen(run, as_json)
         try:
             with screen:
-                _serve(run, looking, supervisor, screen, stopping)
+                code = _serve(run, looking, supervisor, screen, stopping)
         finally:
             supervisor.stop()
             ledger.close()
             looking.close()
         screen.say("stopped", f"stopped; everything is on disk, `rltrainer serve {path}` goes on from here")
-        return 130 if stopping.signal == signal.SIGINT else 0
+        return 130 if stopping.signal == signal.SIGINT else code
 
 
-def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> None:
+def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> int:
     told: dict[str, str] = {}
     faults = _Faults(looking)
+    stalls = _Stalls(run, looking, supervisor)
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
         supervisor.look()
@@ -260,11 +279,14 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             screen.say("fault", fault)
         if time.monotonic() - shown >= screen.seconds:
             shown = time.monotonic()
-            found_now = summary(looking, now_ms())
+            found_now = summary(looking, run.config, now_ms())
             screen.show(found_now)
+            if stalls.look(found_now):
+                return STALLED
             if _is_done(run.config, found_now):
                 screen.say("done", f"all {run.config.steps} policy versions are made")
-                return
+                return 0
+    return 0
 
 
 class _Faults:
@@ -283,6 +305,66 @@ class _Faults:
         new = [text for text in dict.fromkeys(row["text"] for row in rows) if text not in self._said]
         self._said.update(new)
         return new
+
+
+class _Stalls:
+    """Parts that have work and do none are started again; that nothing moves at all is said."""
+
+    def __init__(self, run: Run, looking: Ledger, supervisor: Supervisor) -> None:
+        self._run = run
+        self._looking = looking
+        self._supervisor = supervisor
+        self._watch = Watch(run.config.stall_seconds)
+        self._gateway: tuple[int | None, float] = (None, 0.0)  # process, first seen when
+
+    def look(self, found: dict[str, Any]) -> bool:
+        """Whether the run ends for it."""
+        now = time.monotonic()
+        for seen in self._parts(found):
+            stuck = self._watch.look(seen, now)
+            if stuck is None:
+                continue
+            if seen.part == RUN:
+                self._supervisor.say("stall", f"{stuck.cause}; {_all_waits(found)}")
+            elif stuck.hopeless:
+                told = f"{stuck.part} was started again {MOST_RESTARTS} times and still does nothing: {stuck.cause}"
+                self._supervisor.say("stall", f"{told}; the run ends, see {self._run.folder.logs}")
+                return True
+            else:
+                self._supervisor.restart(stuck.part.split()[0], stuck.cause)
+        return False
+
+    def _parts(self, found: dict[str, Any]) -> Iterator[Seen]:
+        folder, owed, version = self._run.folder, self._looking.owed(), found["version"]
+        if shutil.disk_usage(folder.path).free < DISK_RESERVE_BYTES:
+            return  # everybody waits for room, and says so
+        waits = {each["part"]: each["what"] for each in found["waits"]}
+        verdict = self._looking.last_verdict()
+        of_gateway = (owed.received, owed.audited, owed.unsigned)
+        sign = last_sign(folder.path, "gateway")
+        yield Seen("gateway loop", self._life(sign), sign)
+        works = waits["gateway"] if any(of_gateway) and sign else ""
+        yield Seen("gateway", works, (*of_gateway, verdict, owed.audits))
+        untaken = owed.audits > 0 and not self._looking.claims()
+        yield Seen(AUDITORS, waits.get("auditors", "") if untaken else "", (untaken, owed.audits, verdict))
+        learns = waits["learner"] if found["informative"] >= self._run.config.groups_per_step else ""
+        dropped = found["groups"].get(GroupState.DROPPED, 0)
+        yield Seen("learner", "" if _is_done(self._run.config, found) else learns, (version, dropped))
+        yield Seen(RUN, "nothing was handed in, judged or learned", (*self._looking.last_times(), owed.audits))
+
+    def _life(self, sign: int) -> str:
+        """What a gateway owes besides its work; "" while it starts, or is started again."""
+        process, now = self._supervisor.process_of("gateway"), time.monotonic()
+        if process != self._gateway[0]:
+            self._gateway = (process, now)
+        starts = sign == 0 and now - self._gateway[1] < START_SECONDS
+        return "" if process is None or starts else "its event loop shows no sign of life"
+
+
+def _all_waits(found: dict[str, Any]) -> str:
+    parts = [f"{each['part']} {each['what']}" for each in found["waits"]]
+    parts += [f"node …{each['node'][-8:]} {each['doing']}" for each in found["nodes"][:3] if each["connected"]]
+    return "; ".join(parts)
 
 
 def _is_done(config: TrainerConfig, found: dict[str, Any]) -> bool:

@@ -9,6 +9,8 @@ from statistics import median
 from typing import Any
 
 from protocol import identity
+from trainer import waits
+from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.standing import stake
 
@@ -16,8 +18,9 @@ RECENT_STEPS = 5  # steps the "mean reward now" is taken over
 RECENT_POLICIES = 12
 
 
-def summary(ledger: Ledger, now_ms: int) -> dict[str, Any]:
-    """Counts and latest figures. Times are Unix milliseconds, rates per second over the last minute."""
+def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any]:
+    """Counts, latest figures, what each part waits for. Times are Unix milliseconds, rates per second over the last
+    minute."""
     steps = ledger.view("SELECT * FROM steps ORDER BY version DESC LIMIT ?", (RECENT_STEPS,))
     verdicts = ledger.view("SELECT outcome, reason, COUNT(*) AS n FROM verdicts GROUP BY outcome, reason")
     minute = ledger.view(
@@ -52,7 +55,9 @@ def summary(ledger: Ledger, now_ms: int) -> dict[str, Any]:
         "traces_per_second": minute["traces"] / seconds,
         "tokens_per_second": minute["tokens"] / seconds,
         "policies": policies(ledger),
-        "nodes": nodes(ledger),
+        "informative": ledger.count_informative(),
+        "waits": waits.waits(ledger, config),
+        "nodes": nodes(ledger, now_ms),
         "pairs": pairs(ledger),
     }
 
@@ -97,14 +102,24 @@ def following(ledger: Ledger) -> dict[str, Any]:
     )[0]
 
 
-def nodes(ledger: Ledger) -> list[dict[str, Any]]:
+def nodes(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
     """Every node seen, connected ones first; `node` is the peer id.
 
     `rate`: at which its last trace was drawn for audit. `stake`: at that rate cheating pays for a node that has less
-    to lose than so many times what one cheat gains.
+    to lose than so many times what one cheat gains. `doing`, `doing_since_ms`: what it does or waits for.
     """
     rows = ledger.view("SELECT * FROM nodes ORDER BY connected DESC, accepted DESC")
-    return [{**row, "node": identity.peer_id(row["node"]), "stake": stake(row["rate"])} for row in rows]
+    held, policy = ledger.held_slots(now_ms), ledger.policy()
+    latest = None if policy is None else policy[0]
+    return [
+        {
+            **row,
+            **waits.of_node(row, latest, held.get(row["node"])),
+            "node": identity.peer_id(row["node"]),
+            "stake": stake(row["rate"]),
+        }
+        for row in rows
+    ]
 
 
 def pairs(ledger: Ledger) -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from trainer.network import network_line, read_network
 from trainer.rundir import Run
+from trainer.waits import lasted
 
 
 def render(run: Run, found: dict[str, Any]) -> RenderableType:
     """A summary (summary.summary) as a rich renderable."""
-    return Group(_headline(run, found), _figures(found), _nodes(found))
+    return Group(_headline(run, found), _figures(found), _waits(found), _nodes(found))
 
 
 def line(found: dict[str, Any]) -> str:
@@ -62,6 +63,14 @@ def _figures(found: dict[str, Any]) -> Table:
     return table
 
 
+def _waits(found: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for each in found["waits"]:
+        lasting = lasted(each["since_ms"], found["at_ms"])
+        table.add_row(Text(each["part"], style="dim"), Text(each["what"]), Text(lasting, style="dim"))
+    return table
+
+
 def _nodes(found: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in (
@@ -81,7 +90,8 @@ def _nodes(found: dict[str, Any]) -> Table:
     ):
         table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
     for node in found["nodes"][:12]:
-        state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
+        lasting = lasted(node["doing_since_ms"], found["at_ms"])
+        state = Text(f"{node['doing']} {lasting}".strip()[:48], style="green" if node["connected"] else "dim")
         audits = f"{node['audits_passed']:,}" + (
             f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
         )

@@ -10,6 +10,13 @@ const number = (value, digits = 0) =>
 const time = (ms) => new Date(ms).toLocaleTimeString();
 const tail = (peer) => "…" + peer.slice(-10);
 
+function lasted(sinceMs, nowMs) {
+  if (sinceMs === null) return "";
+  const seconds = Math.max(0, Math.floor((nowMs - sinceMs) / 1000));
+  if (seconds < 120) return "for " + seconds + " s";
+  return seconds < 7200 ? "for " + Math.floor(seconds / 60) + " min" : "for " + Math.floor(seconds / 3600) + " h";
+}
+
 async function get(path) {
   const response = await fetch(path, { signal: AbortSignal.timeout(10000) });
   if (!response.ok) throw new Error(path + " answered " + response.status);
@@ -67,10 +74,10 @@ function fill(table, rows) {
   }));
 }
 
-function nodeRow(node) {
+function nodeRow(node, now) {
   return [
     [tail(node.node), "", node.node],
-    [node.connected ? "connected" : "away", node.connected ? "good" : "soft"],
+    [[node.doing, lasted(node.doing_since_ms, now)].join(" ").trim(), node.connected ? "good" : "soft"],
     [number(node.policy_version), "n"],
     [number(node.tokens_per_second), "n"],
     [node.slots_busy + "/" + node.slots_total, "n"],
@@ -143,8 +150,9 @@ async function refresh() {
   chart("reward", steps.map((step) => [step.version, step.reward_mean]), 1);
   chart("staleness", steps.map((step) => [step.version, step.staleness_mean]), 4);
   at("join").textContent = state.address ? "rlnode join " + state.address : "the gateway is starting…";
-  fill("nodes", state.nodes.map(nodeRow));
+  fill("nodes", state.nodes.map((node) => nodeRow(node, state.at_ms)));
   fill("policies", state.policies.map(policyRow));
+  fill("waits", state.waits.map((each) => [[each.part], [each.what, "wide"], [lasted(each.since_ms, state.at_ms), "soft"]]));
   at("pairs").textContent = state.pairs.map((each) => each.pair + ": " + (each.note === null ? "calibrated" : "new, audited in full (" + each.note + ")")).join(" · ");
   const reasons = Object.entries(state.refusals).map(([reason, count]) => reason + " " + count);
   at("reasons").textContent = reasons.length ? reasons.join(" · ") : "none so far";

@@ -1,0 +1,65 @@
+"""When a part of the trainer has work and does none of it: then it is ended and started again, and where that does
+not help the run ends. When nothing moves and no part is to blame: then that is said.
+
+    gateway    traces to check, audits to make verdicts, policies to sign; and its sign of life, every second
+    auditors   traces to audit that none of them takes up (one that takes too long: guard.py)
+    learner    groups enough for a step
+
+Pure: the supervisor describes what it sees and acts on the answer. Time is the steady clock's: the system's may jump.
+Not here: who is ended and how (serve.py), what people are shown all along (waits.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final
+
+MOST_RESTARTS: Final = 2  # of a part that does not move, before the run ends
+AUDITORS: Final = "auditor"  # all of them: their names begin so
+RUN: Final = "run"  # all parts together
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """`owes`: whether the part has work; `mark`: anything that changes when it does some."""
+
+    part: str
+    owes: str  # "": nothing
+    mark: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A part to start again; `hopeless` once that was tried often enough."""
+
+    part: str
+    cause: str
+    hopeless: bool
+
+
+class Watch:
+    """Remembers since when each part has not moved."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._marks: dict[str, tuple[Hashable, float]] = {}
+        self._restarts: dict[str, int] = {}
+
+    def look(self, seen: Seen, now: float) -> Stuck | None:
+        """Asked again and again; Stuck once each time the part has stood still for too long."""
+        before, since = self._marks.get(seen.part, (None, now))
+        if seen.part not in self._marks or seen.mark != before:
+            self._marks[seen.part] = (seen.mark, now)
+            self._restarts.pop(seen.part, None)
+            return None
+        if not seen.owes:
+            self._marks[seen.part] = (seen.mark, now)
+            return None
+        if now - since < self._seconds:
+            return None
+        tries = self._restarts.get(seen.part, 0)
+        self._restarts[seen.part] = tries + 1
+        self._marks[seen.part] = (seen.mark, now)
+        cause = f"no progress for {self._seconds:g} s (stall_seconds): {seen.owes}"
+        return Stuck(seen.part, cause, hopeless=tries >= MOST_RESTARTS)

@@ -1,0 +1,103 @@
+"""What the learner, the auditors, the gateway and each node do or wait for, and since when, for people.
+
+Read from the ledger, so that it holds whether the run is served or not. Not here: what becomes of a part that does
+nothing although it has work (stall.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.config import TrainerConfig
+from trainer.ledger import Ledger
+from trainer.ledger_care import Claim, Owed
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`since_ms`: Unix ms; None where nobody can say."""
+
+    part: str
+    what: str
+    since_ms: int | None
+
+
+def waits(ledger: Ledger, config: TrainerConfig) -> list[dict[str, Any]]:
+    """One row for each part of the trainer: `part`, `what`, `since_ms`."""
+    owed, claims = ledger.owed(), ledger.claims()
+    last_trace, last_verdict, last_policy = ledger.last_times()
+    connected = ledger.view("SELECT COUNT(*) AS n, MAX(last_seen_ms) AS last FROM nodes WHERE connected")[0]
+    found = [_gateway(owed, last_trace, connected["n"])]
+    found += _auditors(owed, claims, last_verdict)
+    found.append(_learner(ledger, config, last_policy))
+    return [asdict(each) for each in found]
+
+
+def _gateway(owed: Owed, last_trace: int, connected: int) -> Wait:
+    if owed.unsigned:
+        return Wait("gateway", "signs the latest policy", owed.unsigned_ms)
+    if owed.received:
+        return Wait("gateway", f"checks {_count(owed.received, 'trace')}", owed.received_ms)
+    if owed.audited:
+        return Wait("gateway", f"gives {_count(owed.audited, 'verdict')}", owed.audited_ms)
+    nodes = _count(connected, "node") if connected else "nodes: none is connected"
+    return Wait("gateway", f"waits for traces of {nodes}", last_trace or None)
+
+
+def _auditors(owed: Owed, claims: list[Claim], last_verdict: int) -> list[Wait]:
+    found = [
+        Wait(each.auditor, f"recomputes {_count(each.traces, 'trace')} of policy {each.version}", each.since_ms)
+        for each in claims
+    ]
+    if found:
+        return found
+    if owed.audits:
+        return [Wait("auditors", f"{_count(owed.audits, 'trace')} to audit, none taken up yet", owed.audits_ms)]
+    return [Wait("auditors", "wait for a trace that is drawn for audit", last_verdict or None)]
+
+
+def _learner(ledger: Ledger, config: TrainerConfig, last_policy: int) -> Wait:
+    latest = ledger.policy()
+    version = 0 if latest is None else latest[0]
+    if 0 < config.steps <= version:
+        return Wait("learner", f"is done: all {config.steps} policy versions are made", last_policy)
+    found, wanted = ledger.count_informative(), config.groups_per_step
+    if found < wanted:
+        what = f"waits for groups: {found} of {wanted} whose rewards differ are complete"
+        return Wait("learner", what, last_policy)
+    return Wait("learner", f"makes policy {version + 1}", last_policy)
+
+
+def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | None) -> dict[str, Any]:
+    """What a node of the ledger does or waits for: `doing`, `doing_since_ms`. `held`: see Ledger.held_slots."""
+    if not node["connected"]:
+        return _doing("is away", node["last_seen_ms"])
+    if node["slots_busy"]:
+        return _doing(f"draws {node['slots_busy']} of its {node['slots_total']} slots at once", None)
+    if node["policy_version"] is None or (latest is not None and node["policy_version"] < latest):
+        has = "none" if node["policy_version"] is None else node["policy_version"]
+        return _doing(f"fetches policy {latest} (has {has})", None)
+    if held is not None:
+        return _doing(f"holds {_count(held[0], 'slot')} and draws none; the first is due at its deadline", None)
+    if node["waits"]:
+        return _doing(f"waits for a lease: {node['waits']}", node["waits_ms"])
+    return _doing("asks for a lease", None)
+
+
+def _doing(what: str, since_ms: int | None) -> dict[str, Any]:
+    return {"doing": what, "doing_since_ms": since_ms}
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one if number == 1 else one + 's'}"
+
+
+def lasted(since_ms: int | None, now_ms: int) -> str:
+    """For how long, as a person reads it; "" where nobody can say."""
+    if since_ms is None:
+        return ""
+    seconds = max(0, (now_ms - since_ms) // 1000)
+    if seconds < 120:
+        return f"for {seconds} s"
+    return f"for {seconds // 60} min" if seconds < 7200 else f"for {seconds // 3600} h"
