@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from node.peers import Circle, PeerBook
 from node.report import Event, Level, Report
 from protocol import limits, messages
 from protocol.envelope import unseal
-from protocol.errors import Code, NetError, Refused, RemoteError
+from protocol.errors import Code, DecodeError, NetError, Refused, RemoteError
 from protocol.identity import peer_id
 from protocol.net.base import Host, HostStatistics, RelayLimits, Stream
 from protocol.net.session import Session
@@ -91,7 +92,8 @@ class MeetingPoint:
                 budget, since = _ANNOUNCEMENTS, trio.current_time()
             budget -= 1
             if budget >= 0 and session in self._sessions:
-                self._pass_on(session, messages.expect(messages.Announce, body))
+                with contextlib.suppress(DecodeError):  # a notice has no answer
+                    self._pass_on(session, messages.expect(messages.Announce, body))
 
         await session.run(answer, on_notice)
 

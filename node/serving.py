@@ -6,6 +6,7 @@ Nothing is given that was not checked when it was stored. Not here: fetching (sw
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -188,8 +189,9 @@ class BlobServer:
             return messages.pack(await self._answer(visitor, messages.open_body(body)))
 
         async def on_notice(body: bytes) -> None:
-            if isinstance(announce := messages.open_body(body), messages.Announce) and visitor.is_neighbour:
-                self.on_announce(visitor.session.peer, announce)
+            with contextlib.suppress(RemoteError):  # a notice has no answer; what is none costs nobody a line in a log
+                if visitor.is_neighbour:
+                    self.on_announce(visitor.session.peer, messages.expect(messages.Announce, body))
 
         try:
             await visitor.session.run(answer, on_notice)

@@ -179,11 +179,12 @@ class PeerSource:
         await self._drop(session)
 
     async def _on_notice(self, body: bytes) -> None:
-        match messages.open_body(body):
-            case messages.Have() as have if self.on_have is not None:
-                self.on_have(have)
-            case messages.Announce() as announce if self.on_announce is not None:
-                self.on_announce(announce)
+        with contextlib.suppress(RemoteError):  # a notice has no answer; what is none costs nobody a line in a log
+            match messages.open_body(body):
+                case messages.Have() as have if self.on_have is not None:
+                    self.on_have(have)
+                case messages.Announce() as announce if self.on_announce is not None:
+                    self.on_announce(announce)
 
     async def _drop(self, session: Session) -> None:
         if self._session is session:

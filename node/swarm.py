@@ -35,6 +35,7 @@ _TURN_SECONDS: Final = 0.1  # a node; in that time the others hear that one is a
 _TOGETHER: Final = 2  # so many other nodes and more take turns
 _TRAINER_RATE: Final = 10_000_000.0  # bytes a second, until it has been tried
 _MOST_TURN_SECONDS: Final = 5.0
+_REMEMBERED: Final = 1_024  # nodes; more than a book holds
 _LOOK_SECONDS: Final = 0.5  # an idle requester looks again for late requests so often
 
 # Stores a piece. Raises ValueError when the bytes are not it.
@@ -156,6 +157,8 @@ class Swarm:
     def nodes(self) -> list[PeerSource]:
         """The other nodes that say where they are reached and are not left alone now."""
         now = trio.current_time()
+        if len(self._nodes) > _REMEMBERED:
+            self._forget(now)
         found = [self._node(node, peer.addresses) for node, peer in self._book.known().items() if peer.addresses]
         return [each for each in found if each.addresses and self.record(each).rests_until <= now]
 
@@ -167,6 +170,13 @@ class Swarm:
             known = self._nodes[node] = PeerSource(self._nursery, self._host, node, addresses, self.pace.dial)
         known.addresses = addresses
         return known
+
+    def _forget(self, now: float) -> None:
+        """Nodes that nobody knows any more; others may name new ones without end. Who is left alone is remembered."""
+        known = self._book.known()
+        gone = [node for node in self._nodes if node not in known and self.record(self._nodes[node]).rests_until <= now]
+        for node in gone:
+            self._records.pop(self._nodes.pop(node).name, None)
 
     def costs_trainer(self, source: Source) -> bool:
         """Whether what this node gives goes through the trainer: it had better give it itself."""
