@@ -20,7 +20,8 @@ from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import DecodeError, EnvironmentFault, LocalError, PolicyError, UsageError
 from protocol.lease import Lease
 from protocol.limits import MAX_TRACE_BYTES
-from protocol.policy import Manifest, policy_root
+from protocol.outputs import cause
+from protocol.policy import Manifest, policy_root, version_name
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Check, Outcome, Receipt, Verdict, outcome_of
 from verify.check import CheapResult, audit_checks, cheap_checks, not_reached, unaudited
@@ -116,7 +117,8 @@ class Rejudge:
             report.add(8, where, str(error))
             return "whose policy is damaged"
         except OSError as error:
-            raise UsageError(f"{where} cannot be read: {error.strerror}: {error.filename}") from None
+            named = "" if error.filename is None else f": {error.filename}"
+            raise UsageError(f"{where} cannot be read: {cause(error)}{named}") from None
         if folder is None or root is None:
             return "whose policy is not at hand"
         if root != manifest.root:
@@ -127,9 +129,8 @@ class Rejudge:
     def _folder(self, manifest: Manifest) -> Path | None:
         if self._policies is None:
             return self._source.policy(manifest)
-        # As `export-log` names them, and as a run's own folder does.
-        places = (self._policies / f"{manifest.version:06d}", self._policies / f"v{manifest.version:08d}")
-        return next((place for place in places if place.is_dir()), None)
+        folder = self._policies / version_name(manifest.version)
+        return folder if folder.is_dir() else None
 
     def _tokenizer(self, opened: Opened, folder: Path) -> PolicyTokenizer:
         """Kept for the next version, which has the same as a rule."""
