@@ -6,7 +6,8 @@ Every process has a network namespace of its own behind a link of `--rate` MB/s 
 nodes that do all that `rlnode join` does but draw. First one node alone fetches a policy of `--mb` MB, then all of them
 the next one. Bars: the trainer sends at most 2.2 times the policy's size, bytes on the wire; the last node takes at
 most 2.5 times as long as the lone one. Skipped, with the reason, where namespaces are not allowed. Where processors are
-busy and not links, times say little: take a smaller `--rate`. Not measured: distance, loss.
+busy and not links, times say little: how busy they were is printed, and a smaller `--rate` tells. Not measured:
+distance, loss.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 UPLOAD_BAR = 2.2
 TIME_BAR = 2.5
+BUSY = 0.9  # of the processors' time: then it is theirs that is measured
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 PREFIX = f"rlb{os.getpid()}"
 TRAINER_IP = "10.77.0.1"
@@ -178,8 +183,31 @@ def publish(run: Path, version: int, size: int) -> float:
     return time.time()
 
 
-def measure(namespaces: list[str], folder: Path, size: int) -> tuple[float, list[float], int, dict[str, int]]:
-    """(seconds of the lone node, of each node, bytes the trainer sent them, bytes the nodes had by source)."""
+@dataclass
+class Found:
+    """Times in seconds, sizes in bytes. `busy`: share of all processors' time while all nodes fetch; `ours`: of it."""
+
+    lone: float
+    each: list[float]
+    uploaded: int
+    given: dict[str, int]  # that the nodes had, by kind of source
+    busy: float
+    ours: float
+
+
+def cpu_seconds() -> tuple[float, float, float]:
+    """(all processors', idle, this bench's processes')."""
+    import psutil
+
+    total = psutil.cpu_times()
+    ours = 0.0
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            ours += sum(each.cpu_times()[:2])
+    return sum(total[:8]), total.idle + total.iowait, ours
+
+
+def measure(namespaces: list[str], folder: Path, size: int) -> Found:
     run = make_run(folder)
     with ExitStack() as stack:
         stack.enter_context(process(namespaces[0], "-m", "trainer.gateway", str(run)))
@@ -201,14 +229,17 @@ def measure(namespaces: list[str], folder: Path, size: int) -> tuple[float, list
         for node in nodes[1:]:
             until_fetched(node, 1)
         time.sleep(3)  # lists of nodes settle
-        before = sent(namespaces[0])
+        before, cpu = sent(namespaces[0]), cpu_seconds()
         publish(run, 2, size)
         done = [until_fetched(node, 2) for node in nodes]
+        all_time, idle, ours = (after - then for after, then in zip(cpu_seconds(), cpu, strict=True))
         given: dict[str, int] = {}
         for each in done:
             for kind, count in each["bytes_by_source"].items():  # type: ignore[attr-defined]
                 given[kind] = given.get(kind, 0) + count
-        return lone, [float(str(each["seconds"])) for each in done], sent(namespaces[0]) - before, given
+        seconds = [float(str(each["seconds"])) for each in done]
+        uploaded = sent(namespaces[0]) - before
+        return Found(lone, seconds, uploaded, given, 1 - idle / all_time, ours / all_time)
 
 
 def main() -> int:
@@ -222,6 +253,7 @@ def main() -> int:
     if chosen.node:
         serve_node(Path(chosen.node[0]), chosen.node[1])
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces are removed then too
     if reason := why_not():
         print(f"skipped: {reason}")
         return 0
@@ -230,14 +262,21 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir=chosen.folder) as folder,
         network(chosen.nodes + 1, chosen.rate) as namespaces,
     ):
-        lone, seconds, uploaded, given = measure(namespaces, Path(folder), size)
-    times, ratio = uploaded / size, max(seconds) / lone
+        found = measure(namespaces, Path(folder), size)
+    last, median = max(found.each), statistics.median(found.each)
+    times, ratio = found.uploaded / size, last / found.lone
     print("| nodes | policy MB | link MB/s | lone node s | median s | last s | last / lone | trainer sent / size |")
     print(
-        f"| {chosen.nodes} | {chosen.mb:g} | {chosen.rate:g} | {lone:.1f} | {sorted(seconds)[len(seconds) // 2]:.1f} | "
-        f"{max(seconds):.1f} | {ratio:.2f} | {times:.2f} |"
+        f"| {chosen.nodes} | {chosen.mb:g} | {chosen.rate:g} | {found.lone:.1f} | {median:.1f} | "
+        f"{last:.1f} | {ratio:.2f} | {times:.2f} |"
     )
-    print(f"bytes the nodes had: {', '.join(f'{count / 1e6:.0f} MB from {kind}s' for kind, count in given.items())}")
+    sources = ", ".join(f"{count / 1e6:.0f} MB from {kind}s" for kind, count in found.given.items())
+    limited = "the processors, not the links: take a smaller --rate" if found.busy > BUSY else "the links"
+    print(f"bytes the nodes had: {sources}")
+    print(
+        f"while they fetched together: {chosen.nodes * chosen.mb / last:.0f} MB/s in all, {os.cpu_count()} processors "
+        f"{found.busy:.0%} busy, {found.ours:.0%} with this; what limits is {limited}"
+    )
     missed = [name for name, bad in (("upload", times > UPLOAD_BAR), ("time", ratio > TIME_BAR)) if bad]
     outcome = f"missed {', '.join(missed)}" if missed else "met"
     print(f"bars: upload at most {UPLOAD_BAR}, time at most {TIME_BAR}: {outcome}")
