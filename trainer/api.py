@@ -131,6 +131,8 @@ class _Metrics:
             "audits_waiting": ("Traces waiting for their audit", now["audits_waiting"]),
             "nodes_connected": ("Nodes with a session", sum(node["connected"] for node in now["nodes"])),
         }
+        if evaluation := now["evaluation"]:
+            gauges["held_out_reward"] = ("Mean reward of the newest evaluation", evaluation["reward_mean"])
         for name, text in STEP_FIGURES.items():
             gauges[f"step_{name}"] = (text, (now["last_step"] or {}).get(name))
         for name, (text, value) in gauges.items():

@@ -15,6 +15,7 @@ _EPILOG = """exit codes:
   2    wrong arguments or settings, a folder that is not a run, a place that cannot be written to
   3    this machine failed (a full disk, memory, a process that would not start)
   4    serve: the run stalled, and starting the part that hung again did not help
+  5    serve: the learner found no finite loss or gradient three times in a row: the policy is kept, look at it
   130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
   141  whoever read the output went away (`| head`)
 """

@@ -89,6 +89,11 @@ class TrainerConfig:
     mask_overlong: bool = False  # leave completions that were cut off out of the loss; their group's mean keeps them
     node_batch_share: float = 0.5  # most of a batch one node may have drawn while groups of others wait
     micro_batch_tokens: int = 8192  # tokens in one forward and backward
+    lora_rank: int = 0  # above 0 only matrices of this rank beside the linear layers learn (LoRA), merged for nodes
+    lora_alpha: float = 32.0  # their update is scaled by lora_alpha / lora_rank
+    learners: int = 1  # learner processes, each with its share of a batch; on GPUs one a card
+    evaluate_every: int = 0  # versions between evaluations on held-out tasks by this machine; 0: none
+    evaluate_tasks: int = 64  # of one evaluation, one completion each
     gradient_checkpointing: bool = False  # compute activations twice: a third slower, memory of one layer
     staleness_target: int = 4  # versions; dispatch slows down beyond it
     staleness_limit: int = 8  # versions; an older group is dropped
@@ -111,6 +116,7 @@ class TrainerConfig:
             "group_size", "groups_per_step", "max_turn_tokens", "max_tokens", "lease_seconds", "slot_attempts",
             "open_groups", "auditors", "auditor_batch_tokens", "auditor_seconds", "learning_rate",
             "gradient_clip", "ratio_cap", "micro_batch_tokens", "staleness_limit", "threads", "keep_traces",
+            "lora_alpha", "learners", "evaluate_tasks",
             "stall_seconds",
             "temperature", "relay_nodes", "relay_circuits", "relay_circuit_mib", "relay_circuit_minutes",
         )  # fmt: skip
@@ -121,7 +127,7 @@ class TrainerConfig:
             "relay_mib_per_second", "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens",
             "staleness_target", "steps",
             "log_ratio_penalty", "clip_low", "clip_high", "length_penalty", "length_ramp", "schedule_steps",
-            "final_learning_rate",
+            "final_learning_rate", "lora_rank", "evaluate_every",
         )  # fmt: skip
         for name in from_zero:
             if getattr(self, name) < 0:

@@ -24,10 +24,11 @@ from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import LocalError, RLCommonsError
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, Shaping, build, choose, crowding
-from trainer.child import Changes, alone, end_with_parent, now_ms, say
+from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say
 from trainer.config import TrainerConfig
+from trainer.evaluate import Evaluation, evaluate
 from trainer.ledger import Ledger
-from trainer.ledger_rows import StepRow
+from trainer.ledger_rows import EvaluationRow, StepRow
 from trainer.loss import LossSums
 from trainer.publish import prune_policies
 from trainer.rundir import Run, open_run
@@ -44,7 +45,6 @@ ALARMS: Final[tuple[tuple[str, Callable[[LossSums], bool]], ...]] = (
 )  # fmt: skip
 PATIENCE_SECONDS: Final = 30.0  # a wait longer than this becomes an event
 REFUSED_IN_A_ROW: Final = 3  # batches whose loss or gradient is not finite: then it is not the batch
-EXIT_DIVERGED: Final = 5  # of this process and of `rltrainer serve`: started again it would do the same
 # Of candidates for a batch, in batches: from these a node that drew too much of the first is put off.
 _CANDIDATES: Final = 3
 
@@ -68,6 +68,7 @@ class Learner:
         team: Team | None = None,
         reached: Callable[[str], None] = lambda point: None,
     ) -> None:
+        self._run = run
         self._config = run.config
         self._folder = run.folder
         self._ledger = ledger
@@ -175,6 +176,27 @@ class Learner:
             self._ledger.add_event(now_ms(), "learner", f"policy {self.version}: over: {text} ({figures})")
         self._alarms = now
 
+    def evaluate(self) -> EvaluationRow | None:
+        """Evaluate the policy if its turn has come and it was not. A failure is an event and stops nothing."""
+        every = self._config.evaluate_every
+        if not every or self.version % every or self._ledger.is_evaluated(self.version):
+            return None
+        try:
+            tokenizer = PolicyTokenizer.load(self._folder.policy(self.version))
+            found = evaluate(self._run, self.stepper.model, tokenizer)
+        except LocalError as error:
+            found = Evaluation(0, 0.0, 0.0, self._config.evaluate_tasks, str(error), 0.0)
+        if found.faults:
+            text = (
+                f"evaluation of policy {self.version}: {found.faults} tasks left out, the first because {found.fault}"
+            )
+            self._ledger.add_event(now_ms(), "environment", text)
+        row = EvaluationRow(
+            self.version, now_ms(), found.tasks, found.reward_mean, found.reward_error, found.faults, found.seconds
+        )
+        self._ledger.record_evaluation(row)
+        return row
+
     def idle(self) -> None:
         """Tell the team that there is nothing to do yet."""
         self._team.tell(())
@@ -252,6 +274,8 @@ def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:
     changes = Changes(ledger)
     since, told = time.monotonic(), False
     while True:
+        if evaluation := learner.evaluate():
+            say("learner", _evaluation_line(evaluation))
         outcome = learner.turn()
         if isinstance(outcome, StepRow):
             say("learner", _line(outcome))
@@ -272,6 +296,13 @@ def _line(row: StepRow) -> str:
     )
 
 
+def _evaluation_line(row: EvaluationRow) -> str:
+    return (
+        f"policy {row.version} on {row.tasks} held-out tasks: reward {row.reward_mean:.3f} ± {row.reward_error:.3f}, "
+        f"{row.seconds:.1f} s"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.learner", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
@@ -288,7 +319,7 @@ def main() -> int:
         return 0
     except Diverged as error:
         say("learner", str(error))
-        return EXIT_DIVERGED
+        return DIVERGED
     except RLCommonsError as error:
         say("learner", str(error))
         return 1

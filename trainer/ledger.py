@@ -35,6 +35,7 @@ from trainer.ledger_rows import (
     SUBMISSION_COLUMNS,
     CalibrationRow,
     CompleteGroup,
+    EvaluationRow,
     GroupOutcome,
     GroupRow,
     GroupState,
@@ -896,6 +897,18 @@ class Ledger(LogOfRun, CareOfLedger):
     def steps(self, after: int = -1) -> list[StepRow]:
         rows = self._db.execute("SELECT * FROM steps WHERE version > ? ORDER BY version", (after,))
         return [StepRow(*row) for row in rows]
+
+    def record_evaluation(self, row: EvaluationRow) -> None:
+        with self.write():
+            values = tuple(getattr(row, name) for name in EvaluationRow.__slots__)
+            self._db.execute(f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * len(values))})", values)
+
+    def evaluations(self) -> list[EvaluationRow]:
+        return [EvaluationRow(*row) for row in self._db.execute("SELECT * FROM evaluations ORDER BY version")]
+
+    def is_evaluated(self, version: int) -> bool:
+        row = self._db.execute("SELECT 1 FROM evaluations WHERE version = ?", (version,)).fetchone()
+        return row is not None
 
     # --- nodes and events ---
 

@@ -121,6 +121,10 @@ CREATE TABLE steps (
     entropy REAL NOT NULL, ratio_mean REAL NOT NULL, ratio_max REAL NOT NULL,
     gradient_norm REAL NOT NULL, learning_rate REAL NOT NULL, seconds REAL NOT NULL
 );
+CREATE TABLE evaluations (              -- of a policy version, on held-out tasks
+    version INTEGER PRIMARY KEY, at_ms INTEGER NOT NULL, tasks INTEGER NOT NULL, reward_mean REAL NOT NULL,
+    reward_error REAL NOT NULL, faults INTEGER NOT NULL, seconds REAL NOT NULL
+);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY AUTOINCREMENT, at_ms INTEGER NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
 );
@@ -320,6 +324,20 @@ class StepRow:
     ratio_max: float
     gradient_norm: float  # before clipping
     learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    """How a policy version did on held-out tasks: mean reward with its standard error, over `tasks`; `faults` were
+    left out because their environment failed."""
+
+    version: int
+    at_ms: int
+    tasks: int
+    reward_mean: float
+    reward_error: float
+    faults: int
     seconds: float
 
 

@@ -2,17 +2,21 @@
 
 Nodes run the policy in bfloat16 values, so everything that scores a completion uses the masters rounded to
 bfloat16; gradients are taken at the rounded weights and applied to the masters, which keep what rounding would
-lose (at a learning rate of 1e-6 nearly every update is smaller than one bfloat16 step). Not here: the loss, and
-where this is kept on disk (checkpoint.py).
+lose (at a learning rate of 1e-6 nearly every update is smaller than one bfloat16 step). With config.lora_rank the
+masters of a weight are two narrow matrices beside it instead (arXiv 2106.09685), merged before each rounding: what
+scores, is learned from and is published stays one set of whole weights. Not here: the loss, and where this is kept on
+disk (checkpoint.py).
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
+from typing import Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from protocol.errors import LocalError, PolicyError
 from trainer.config import TrainerConfig
@@ -20,59 +24,136 @@ from trainer.schedule import learning_rate
 from verify.model import PolicyModel
 
 
+class _Master(Protocol):
+    """What stands behind one weight of the live model, in float32."""
+
+    leaves: dict[str, Tensor]  # that the optimiser updates
+    kept: dict[str, Tensor]  # that never change, and without which the leaves mean nothing
+
+    def value(self) -> Tensor:
+        """The weight."""
+
+    def collect(self, weight: nn.Parameter) -> None:
+        """Add the gradient that a backward pass left on the weight to those of the leaves, in float32."""
+
+
+class _Whole:
+    def __init__(self, weight: Tensor) -> None:
+        self.leaves = {"master": weight.detach().float().clone()}
+        self.kept: dict[str, Tensor] = {}
+
+    def value(self) -> Tensor:
+        return self.leaves["master"]
+
+    def collect(self, weight: nn.Parameter) -> None:
+        assert weight.grad is not None
+        master = self.leaves["master"]
+        if weight.dtype is torch.float32:
+            # The next backward pass adds to it in place: one gradient in memory, not two.
+            master.grad = weight.grad
+            return
+        gradient, weight.grad = weight.grad.float(), None
+        _add(master, gradient)
+
+
+class _LowRank:
+    """weight = base + scale · B·A; base as the policy's files had it, A [rank, in] random, B [out, rank] zero."""
+
+    def __init__(self, name: str, weight: Tensor, rank: int, alpha: float) -> None:
+        out, into = weight.shape
+        # The same in every process and after every start.
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(into)
+        start = (torch.rand(rank, into, generator=generator) * 2 - 1) * bound
+        self.leaves = {
+            "lora_a": start.to(weight.device),
+            "lora_b": torch.zeros(out, rank, device=weight.device),
+        }
+        self.kept = {"base": weight.detach().to(torch.bfloat16).clone()}
+        self._scale = alpha / rank
+
+    def value(self) -> Tensor:
+        update = self.leaves["lora_b"] @ self.leaves["lora_a"]
+        return self.kept["base"].float().add_(update, alpha=self._scale)
+
+    def collect(self, weight: nn.Parameter) -> None:
+        assert weight.grad is not None
+        gradient, weight.grad = weight.grad.float(), None
+        _add(self.leaves["lora_a"], self._scale * (self.leaves["lora_b"].T @ gradient))
+        _add(self.leaves["lora_b"], self._scale * (gradient @ self.leaves["lora_a"].T))
+
+
+def _add(leaf: Tensor, gradient: Tensor) -> None:
+    leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
+
+
+# What AdamW keeps of each leaf, and its name in a checkpoint.
+_MOMENTS: Final = {"mean": "exp_avg", "square": "exp_avg_sq"}
+
+
 class Masters:
     """Masters of one live model. After construction and after each step the model holds their rounded copy."""
 
     def __init__(self, model: PolicyModel, config: TrainerConfig, published: frozenset[str]) -> None:
-        """Masters begin as the model's weights. `published`: tensor names of the policy's files; every weight
-        must be among them under one of its names, or a step would not reach the nodes. Raises PolicyError."""
+        """Masters begin as the model's weights. `published`: tensor names of the policy's files; every weight that
+        learns must be among them under one of its names, or a step would not reach the nodes. Raises PolicyError."""
         self._config = config
         names = model.parameters()
         # One entry a weight: its first name; tied weights have several.
         first: dict[int, str] = {}
         for name, weight in names.items():
             first.setdefault(id(weight), name)
-        self._policy = {name: names[name].requires_grad_(True) for name in first.values()}
-        self._alias = {name: first[id(weight)] for name, weight in names.items() if name in published}
+        chosen = model.linear_weights() if config.lora_rank else frozenset(first.values())
+        self._policy = {name: names[name].requires_grad_(True) for name in first.values() if name in chosen}
+        self._alias = {
+            name: first[id(weight)]
+            for name, weight in names.items()
+            if name in published and first[id(weight)] in self._policy
+        }
         missing = sorted(set(self._policy) - set(self._alias.values()))
         if missing:
             raise PolicyError(
                 f"the policy's files do not name the weight {missing[0]} ({len(missing)} in all): save the model "
                 "anew with transformers' save_pretrained"
             )
-        self._masters = {name: weight.detach().float().clone() for name, weight in self._policy.items()}
+        self._masters = {name: self._master(name, weight) for name, weight in self._policy.items()}
+        self._leaves = {
+            f"{kind}/{name}": leaf for name, master in self._masters.items() for kind, leaf in master.leaves.items()
+        }
         self._optimiser = torch.optim.AdamW(
-            list(self._masters.values()),
+            list(self._leaves.values()),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
-            foreach=True,
+            fused=True,  # several tensors at a time would hold copies of the moments
         )
         self.steps = 0
         self.round()
+
+    def _master(self, name: str, weight: nn.Parameter) -> _Master:
+        if self._config.lora_rank:
+            return _LowRank(name, weight, self._config.lora_rank, self._config.lora_alpha)
+        return _Whole(weight)
 
     @torch.no_grad()
     def round(self) -> None:
         """The live model becomes the masters in bfloat16 values."""
         for name, weight in self._policy.items():
-            weight.copy_(self._masters[name].to(torch.bfloat16))
+            weight.copy_(self._masters[name].value().to(torch.bfloat16))
 
+    @torch.no_grad()
     def collect(self) -> None:
         """Add the gradients of a backward pass to the masters', in float32."""
         for name, weight in self._policy.items():
-            if weight.grad is None:
-                continue
-            master = self._masters[name]
-            gradient = weight.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            weight.grad = None
+            if weight.grad is not None:
+                self._masters[name].collect(weight)
 
     def gradients(self) -> Iterator[Tensor]:
-        """What was collected, in one order everywhere; zeros of a weight that got none."""
-        for master in self._masters.values():
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-            yield master.grad
+        """What was collected, in one order everywhere; zeros of a leaf that got none."""
+        for leaf in self._leaves.values():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            yield leaf.grad
 
     def forget(self) -> None:
         """Drop what was collected."""
@@ -87,7 +168,7 @@ class Masters:
     def step(self) -> float:
         """One AdamW update from the collected gradients; their global norm before clipping. A norm that is not
         finite changes nothing."""
-        with_gradient = [master for master in self._masters.values() if master.grad is not None]
+        with_gradient = [leaf for leaf in self._leaves.values() if leaf.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(with_gradient, self._config.gradient_clip, foreach=True))
         if math.isfinite(norm):
             for group in self._optimiser.param_groups:
@@ -99,30 +180,43 @@ class Masters:
         return norm
 
     def published(self) -> dict[str, Tensor]:
-        """The masters under the names the policy's files use."""
-        return {name: self._masters[first] for name, first in self._alias.items()}
+        """The weights that learn, under the names the policy's files use, in float32."""
+        with torch.no_grad():
+            return {name: self._masters[first].value() for name, first in self._alias.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that must be kept beside `steps` to go on exactly as before."""
-        kept = {f"master/{name}": master for name, master in self._masters.items()}
-        for name, master in self._masters.items():
-            moments = self._optimiser.state.get(master)
+        kept = {**self._leaves, **self._kept()}
+        for name, leaf in self._leaves.items():
+            moments = self._optimiser.state.get(leaf)
             if moments:
-                kept |= {f"mean/{name}": moments["exp_avg"], f"square/{name}": moments["exp_avg_sq"]}
+                kept |= {_moment(kind, name): moments[field] for kind, field in _MOMENTS.items()}
         return kept
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {f"{kind}/{name}": kept for name, master in self._masters.items() for kind, kept in master.kept.items()}
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Go on from what `tensors` gave. Raises LocalError when it belongs to another model."""
-        if {name for name in tensors if name.startswith("master/")} != {f"master/{name}" for name in self._masters}:
-            raise LocalError("the learner's kept state belongs to another model than the policy")
-        for name, master in self._masters.items():
-            master.copy_(tensors[f"master/{name}"])
-            if f"mean/{name}" in tensors:
-                self._optimiser.state[master] = {
-                    "step": torch.tensor(float(steps)),
-                    "exp_avg": tensors[f"mean/{name}"].to(master.device).clone(),
-                    "exp_avg_sq": tensors[f"square/{name}"].to(master.device).clone(),
+        """Go on from what `tensors` gave. Raises LocalError when it belongs to another model or another lora_rank."""
+        moments = tuple(f"{kind}/" for kind in _MOMENTS)
+        ours = {name: tuple(each.shape) for name, each in (self._leaves | self._kept()).items()}
+        if {name: tuple(each.shape) for name, each in tensors.items() if not name.startswith(moments)} != ours:
+            raise LocalError(
+                "the learner's kept state belongs to another model than the policy, or to another lora_rank"
+            )
+        for name, tensor in (self._leaves | self._kept()).items():
+            tensor.copy_(tensors[name])
+        for name, leaf in self._leaves.items():
+            if _moment("mean", name) in tensors:
+                found = {field: tensors[_moment(kind, name)] for kind, field in _MOMENTS.items()}
+                self._optimiser.state[leaf] = {
+                    "step": torch.tensor(float(steps), dtype=torch.float32, device=leaf.device),
+                    **{field: tensor.to(leaf.device).clone() for field, tensor in found.items()},
                 }
         self.steps = steps
         self.round()
+
+
+def _moment(kind: str, leaf: str) -> str:
+    return f"{kind}/{leaf.removeprefix('master/')}"

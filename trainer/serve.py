@@ -25,7 +25,7 @@ from types import FrameType
 from typing import IO, Any, Final
 
 from protocol.errors import StorageError
-from trainer.child import last_sign, now_ms
+from trainer.child import DIVERGED, last_sign, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
@@ -85,7 +85,7 @@ def children_of(run: Run) -> list[Child]:
     return [
         child("gateway", "trainer.gateway"),
         *auditors,
-        child("learner", "trainer.learner"),
+        child("learner", "trainer.learner" if run.config.learners == 1 else "trainer.learners"),
         child("page", "trainer.api"),
     ]
 
@@ -98,6 +98,7 @@ class Supervisor:
         self._ledger = ledger
         self._children = children
         self.news: list[str] = []  # what a person should see, oldest first
+        self.gave_up = ""  # why the run ends: a process said that to start it again would not help
 
     def look(self) -> None:
         """Start what should run and does not, end what should not; say why something ended."""
@@ -154,6 +155,10 @@ class Supervisor:
         if child.ended_for:
             how = f"was ended: {child.ended_for}"
         why = f": {child.last_words[-1]}" if child.last_words and not child.ended_for else ""
+        if code == DIVERGED and child.name == "learner":
+            self.gave_up = f"the learner {how}{why}"
+            self.say("process", f"{self.gave_up}; the run ends (see {child.log})")
+            return
         if child.guard is not None:
             self._release(child.name, died_of=f"the auditor {how}{why}"[:CAUSE_CHARACTERS])
         self.say("process", f"the {child.name} {how}{why}; started again in {delay:g} s (see {child.log})")
@@ -271,6 +276,8 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
         supervisor.look()
         while supervisor.news:
             screen.say("process", supervisor.news.pop(0))
+        if supervisor.gave_up:
+            return DIVERGED
         for name, file, text in (("address", run.folder.address, "rlnode join "), ("page", run.folder.page, "")):
             if file.exists() and told.get(name) != (found := file.read_text(encoding="utf-8").strip()) and found:
                 told[name] = found

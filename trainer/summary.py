@@ -39,6 +39,7 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "staleness_mean": _mean([step["staleness_mean"] for step in steps]),
         "staleness_max": max((step["staleness_max"] for step in steps), default=None),
         "last_step": steps[0] if steps else None,
+        "evaluation": evaluation(ledger),
         "accepted": sum(row["n"] for row in verdicts if row["outcome"] == "ACCEPTED"),
         "refused": sum(row["n"] for row in verdicts if row["outcome"] == "REFUSED"),
         "not_judged": sum(row["n"] for row in verdicts if row["outcome"] == "NOT_JUDGED"),
@@ -60,6 +61,12 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "nodes": nodes(ledger, now_ms),
         "pairs": pairs(ledger),
     }
+
+
+def evaluation(ledger: Ledger) -> dict[str, Any] | None:
+    """The newest on held-out tasks; None before the first."""
+    rows = ledger.view("SELECT * FROM evaluations WHERE tasks > 0 ORDER BY version DESC LIMIT 1")
+    return rows[0] if rows else None
 
 
 def policies(ledger: Ledger, most: int = RECENT_POLICIES) -> list[dict[str, Any]]:

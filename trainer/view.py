@@ -54,6 +54,12 @@ def _figures(found: dict[str, Any]) -> Table:
         f"audited {found['audited']:,} (waiting {found['audits_waiting']})",
         f"staleness {_number(found['staleness_mean'], 1)} (most {_number(found['staleness_max'], 0)}) versions",
     )
+    if held_out := found["evaluation"]:
+        table.add_row(
+            f"held-out reward [bold]{held_out['reward_mean']:.3f}[/] ± {held_out['reward_error']:.3f}",
+            f"policy version {held_out['version']}",
+            f"{held_out['tasks']:,} tasks",
+        )
     if step := found["last_step"]:
         table.add_row(
             f"KL {step['kl']:.2g} nats a token, ESS {step['ess']:.2f}",

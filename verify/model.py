@@ -173,6 +173,15 @@ class PolicyModel:
         """The live weights under every name a file may give them: tied ones are one tensor with several names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
+    def linear_weights(self) -> frozenset[str]:
+        """Names of the matrices of the layers between the embeddings, without these."""
+        outer = {id(each) for each in (self._head, self._model.get_input_embeddings())}
+        return frozenset(
+            f"{name}.weight"
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear) and id(module) not in outer
+        )
+
     def swap(self, folder: Path) -> bool:
         """Copy the folder's weights into the live model. False, with nothing changed, when the folder holds
         another architecture or other tensors; then load it anew.

@@ -40,8 +40,9 @@ def main() -> int:
     from transformers import AutoModelForCausalLM
 
     from tests.trainer.fabricate import Gateway, make_run
-    from trainer.batch import build, padded
+    from trainer.batch import build
     from trainer.learner import Learner
+    from trainer.packing import padded
     from trainer.presets import EMBEDDED
 
     torch.set_num_threads(1)
@@ -61,8 +62,8 @@ def main() -> int:
             model.zero_grad()
 
         def gradients() -> None:
-            learner._learn(completions, learner._recall(completions))
-            learner.masters.forget()
+            learner.stepper.learn(completions, learner.stepper.recall(completions))
+            learner.stepper.masters.forget()
 
         def turn() -> None:
             assert not isinstance(learner.turn(), str)

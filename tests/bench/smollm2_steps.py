@@ -70,10 +70,10 @@ def _turns(policy: Path, prompts: list[tuple[int, ...]]) -> list[Any]:
 
 def _group(prompt: tuple[int, ...], turns: list[Any], tokenizer: Any) -> list[Drawn]:
     """Rewarded for the share of the letter e: any reward will do that tells completions apart."""
-    from trainer.advantage import advantages
+    from trainer.advantage import mean
 
     texts = [tokenizer.decode(turn.tokens) for turn in turns]
-    gains = advantages([text.count("e") / max(1, len(text)) for text in texts])
+    gains = mean([text.count("e") / max(1, len(text)) for text in texts])
     return [Drawn(prompt, turn.tokens, turn.logprobs, gain) for turn, gain in zip(turns, gains, strict=True)]
 
 
@@ -111,8 +111,8 @@ def _collect(model: Any, config: Any, batch: list[Drawn]) -> None:
     """Gradients of one batch."""
     import torch
 
-    from trainer.batch import padded
-    from trainer.loss import LossSettings, token_logprobs, token_losses
+    from trainer.loss import LossSettings, Tokens, token_logprobs, token_losses
+    from trainer.packing import padded
 
     ids = padded([np.array([*each.prompt, *each.tokens[:-1]]) for each in batch])
     rows = [
@@ -123,5 +123,5 @@ def _collect(model: Any, config: Any, batch: list[Drawn]) -> None:
     mu = torch.tensor([value for each in batch for value in each.mu])
     gains = torch.tensor([each.advantage for each in batch for _ in each.tokens])
     settings = LossSettings(config.mask_difference, config.ratio_cap, config.log_ratio_penalty, float(len(rows)))
-    losses, _ = token_losses(logprobs, mu, gains, settings)
+    losses, _ = token_losses(Tokens(logprobs, mu, gains, [len(each.tokens) for each in batch]), settings)
     losses.sum().backward()

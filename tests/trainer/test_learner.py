@@ -15,20 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from protocol import codec
 from protocol.envelope import Signed
+from protocol.environments.tools import Tools8
 from protocol.errors import LocalError, PolicyError, UsageError
 from protocol.policy import policy_root
 from protocol.trace import Trace
-from tests.trainer.fabricate import Gateway, make_run, one_thread
+from tests.trainer.fabricate import Episode, Gateway, make_run, one_thread
+from trainer import evaluate as evaluating
 from trainer import learner as learner_module
 from trainer.child import Changes
 from trainer.config import TrainerConfig, write_config
 from trainer.learner import Diverged, Learner
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState, StepRow
-from trainer.masters import Masters
+from trainer.masters import Masters, _LowRank
 from trainer.publish import tensor_names
 from trainer.rundir import Run, open_run
 from trainer.schedule import learning_rate
@@ -119,8 +122,6 @@ def test_a_learner_started_anew_goes_on_exactly_where_the_other_stopped(
 
 
 def test_the_policy_that_scores_is_the_masters_in_bfloat16(made: tuple[Run, Ledger]) -> None:
-    from safetensors.torch import load_file
-
     run, ledger = made
     learner = Learner(run, ledger)
     stepped(learner)
@@ -343,6 +344,126 @@ def test_the_process_learns_and_ends_with_its_parent(drawn: Path, tmp_path: Path
         child.wait()
         assert child.stderr is not None
         child.stderr.close()
+
+
+def test_two_learner_processes_make_the_policies_that_one_makes(drawn: Path, tmp_path: Path) -> None:
+    one, one_ledger = copied(drawn, tmp_path / "one", steps=3)
+    learner = Learner(one, one_ledger)
+    for _ in range(3):
+        stepped(learner)
+    two, two_ledger = copied(drawn, tmp_path / "two", steps=3, learners=2)
+    changes = Changes(two_ledger)
+    command = [sys.executable, "-m", "trainer.learners", str(two.folder.path)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=_environment())
+    try:
+        while len(two_ledger.steps()) < 3:
+            assert changes.wait(120) and child.poll() is None, "two learner processes made no step within 120 s"
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+    for alone, together in zip(one_ledger.steps(), two_ledger.steps(), strict=True):
+        for name in ("loss", "kl", "ess", "entropy", "gradient_norm"):
+            assert getattr(together, name) == pytest.approx(getattr(alone, name), abs=1e-4), name
+        assert (together.tokens, together.traces) == (alone.tokens, alone.traces)
+    weights = [load_file(run.folder.policy(3) / "model.safetensors") for run in (one, two)]
+    pairs = [
+        (tensor.view(torch.int16).int(), weights[1][name].view(torch.int16).int())
+        for name, tensor in weights[0].items()
+    ]
+    # Sums in another order: where a master lies at the border of two bfloat16 values, the other one.
+    assert max(int((a - b).abs().max()) for a, b in pairs) <= 1
+    differing = sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+    assert differing < 1e-3, differing
+
+
+def test_a_low_rank_update_is_merged_into_the_policy_that_nodes_get_and_goes_on_after_a_restart(
+    drawn: Path, tmp_path: Path
+) -> None:
+    run, ledger = copied(drawn, tmp_path / "run", lora_rank=2, lora_alpha=8.0)
+    stepped(Learner(run, ledger))
+    learner = Learner(run, ledger)
+    stepped(learner)
+    policies = [load_file(run.folder.policy(version) / "model.safetensors") for version in range(3)]
+    state = load_file(run.folder.step(2) / "state.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    update = state[f"lora_b/{name}"] @ state[f"lora_a/{name}"]
+    merged = (policies[0][name].float() + 4 * update).bfloat16()
+    assert torch.equal(policies[2][name], merged) and not torch.equal(policies[2][name], policies[1][name])
+    assert torch.linalg.matrix_rank(policies[0][name].float() + 4 * update - policies[0][name].float()) <= 2
+    live = learner.stepper.model.parameters()[name].detach()
+    assert torch.equal(live, merged.float())
+    assert torch.equal(policies[2]["model.embed_tokens.weight"], policies[0]["model.embed_tokens.weight"])
+    other, other_ledger = copied(drawn, tmp_path / "other", lora_rank=2, lora_alpha=8.0)
+    unbroken = Learner(other, other_ledger)
+    stepped(unbroken)
+    stepped(unbroken)
+    assert policy_root(run.folder.policy(2)) == policy_root(other.folder.policy(2))
+
+
+def test_a_low_rank_gradient_is_that_of_the_matrices(drawn: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).bfloat16().float())
+    low = _LowRank("w", weight, rank=3, alpha=6.0)
+    a = low.leaves["lora_a"].clone().requires_grad_(True)
+    b = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).requires_grad_(True)
+    low.leaves["lora_b"].copy_(b.detach())
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(3))
+    (x @ (weight.detach() + 2.0 * b @ a).T).square().sum().backward()
+    merged = torch.nn.Parameter(low.value())
+    (x @ merged.T).square().sum().backward()
+    low.collect(merged)
+    torch.testing.assert_close(low.leaves["lora_a"].grad, a.grad)
+    torch.testing.assert_close(low.leaves["lora_b"].grad, b.grad)
+
+
+def test_held_out_tasks_are_evaluated_every_so_many_versions_and_once(drawn: Path, tmp_path: Path) -> None:
+    run, ledger = copied(drawn, tmp_path / "run", evaluate_every=2, evaluate_tasks=70)
+    learner = Learner(run, ledger)
+    first = learner.evaluate()
+    assert first is not None and (first.version, first.tasks, first.faults) == (0, 70, 0)
+    assert 0.0 < first.reward_mean < 0.6 and 0.02 < first.reward_error < 0.1
+    assert learner.evaluate() is None
+    stepped(learner)
+    assert learner.evaluate() is None
+    stepped(learner)
+    second = learner.evaluate()
+    assert second is not None and ledger.evaluations() == [first, second]
+    # The same tasks with the same noise.
+    again, again_ledger = copied(drawn, tmp_path / "again", evaluate_every=2, evaluate_tasks=70)
+    repeated = Learner(again, again_ledger).evaluate()
+    assert repeated is not None and repeated.reward_mean == first.reward_mean
+
+
+def test_an_evaluation_draws_what_a_node_draws_of_the_same_task(drawn: Path, tmp_path: Path) -> None:
+    run, ledger = copied(drawn, tmp_path / "run", evaluate_every=1, evaluate_tasks=6)
+    actor = Gateway(run, ledger).actor(0)
+    learner = Learner(run, ledger)
+    opened = [evaluating._opened(run, number, {}, actor.tokenizer) for number in range(6)]
+    evaluating._play(run, learner.stepper.model, actor.tokenizer, opened)
+    expected = [Episode(each.index, each.seed, each.prompt) for each in opened]
+    actor.play(expected)
+    assert [each.tokens for each in opened] == [each.tokens for each in expected]
+    assert [each.reward for each in opened] == [each.reward for each in expected]
+
+
+def test_an_environment_that_fails_in_an_evaluation_is_told_and_stops_nothing(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ledger = copied(drawn, tmp_path / "run", evaluate_every=1, evaluate_tasks=5)
+
+    def broken(self: Tools8, index: int, replies: tuple[str, ...]) -> float:
+        raise ValueError("no such file")
+
+    monkeypatch.setattr(Tools8, "reward", broken)
+    learner = Learner(run, ledger)
+    row = learner.evaluate()
+    assert row is not None and (row.tasks, row.faults) == (0, 5)
+    assert any(
+        "evaluation of policy 0: 5 tasks left out" in event and "no such file" in event for event in events(ledger)
+    )
+    assert stepped(learner).version == 1
 
 
 def test_the_mean_reward_climbs_on_completions_two_versions_old(template: Path, tmp_path: Path) -> None:

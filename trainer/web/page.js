@@ -46,6 +46,7 @@ function figures(state) {
     ["tokens a second", number(state.tokens_per_second)],
     ["staleness", number(state.staleness_mean, 1)],
     ["nodes", number(state.nodes.filter((node) => node.connected).length)],
+    ...(state.evaluation ? [["held-out reward, v" + state.evaluation.version, number(state.evaluation.reward_mean, 3)]] : []),
     ...learning(state.last_step),
   ];
   at("figures").replaceChildren(...shown.map(([label, value, bad]) => {
