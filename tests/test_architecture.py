@@ -44,6 +44,7 @@ HOMES = {
     "transformers": ("verify/model.py", "verify/prefill.py", "node/", "trainer/"),
     "huggingface_hub": ("trainer/init.py",),
     "sqlite3": ("trainer/ledger.py", "trainer/ledger_log.py", "trainer/ledger_care.py"),
+    "wandb": ("trainer/records.py",),
     "rich": ("node/", "trainer/", "verify/"),
 }
 PROTOCOL_LIBRARIES = {"msgpack", "cryptography", "numpy", "zstandard"}

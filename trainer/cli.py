@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--moved", action="store_true", help="this folder is a copy, and the run is served nowhere else any more"
     )
+    serve.add_argument(
+        "--wandb", default="", metavar="PROJECT", help="also send each step to this project of Weights & Biases"
+    )
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", help="show the state of a run, served or not")
@@ -107,6 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--json", action="store_true", help="print one JSON object")
     export.set_defaults(command=_export)
+
+    policy = commands.add_parser(
+        "export", help="copy a policy of the run as a folder that transformers' from_pretrained and vLLM load"
+    )
+    policy.add_argument("run", type=Path)
+    policy.add_argument("out", type=Path, metavar="DIR", help="folder to make")
+    policy.add_argument("--version", type=_version, metavar="N", help="default: the latest")
+    policy.add_argument("--json", action="store_true", help="print one JSON object")
+    policy.set_defaults(command=_export_policy)
 
     log = commands.add_parser(
         "export-log", help="write the run's log for `rlverify audit`: epochs, traces, policies, as files to serve"
@@ -191,7 +203,7 @@ def _environment(text: str) -> Any:
 def _serve(options: argparse.Namespace) -> int:
     from trainer.serve import serve
 
-    code: int = serve(options.run, as_json=options.json, moved=options.moved)
+    code: int = serve(options.run, as_json=options.json, moved=options.moved, wandb=options.wandb)
     return code
 
 
@@ -289,6 +301,20 @@ def _export(options: argparse.Namespace) -> int:
         print(f"check it: rlverify check {options.out} --policy {policy}{given}")
     else:
         print(f"its policy is no longer kept (keep_policies = {run.config.keep_policies}): check it with a copy")
+    return 0
+
+
+def _export_policy(options: argparse.Namespace) -> int:
+    from trainer.export import export_policy
+    from trainer.ledger import Ledger
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    version, root = export_policy(run, Ledger(run.folder.ledger, read_only=True), options.out, options.version)
+    if options.json:
+        print(json.dumps({"folder": str(options.out), "version": version, "root": root.hex()}))
+        return 0
+    print(f"{options.out}: policy version {version}, root {root.hex()[:16]}…")
     return 0
 
 

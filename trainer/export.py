@@ -1,18 +1,21 @@
-"""Writes one trace of a run as a file that anyone can audit offline (SPEC 8.9).
+"""Writes one trace of a run as a file that anyone can audit offline (SPEC 8.9), and one policy as a folder.
 
 Not here: the checking (verify/).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
 from protocol import codec
 from protocol.envelope import Signed
-from protocol.errors import UsageError
-from protocol.outputs import check_target, write_whole
+from protocol.errors import PolicyError, UsageError
+from protocol.outputs import check_target, unwritable, write_whole
+from protocol.policy import policy_files, policy_root
 from protocol.trace import TraceFile
 from protocol.verdict import Verdict
 from trainer.ledger import Ledger
@@ -102,6 +105,42 @@ def export_trace(
     for what, path, value in wanted:
         write_whole(what, path, codec.encode(value))
     return chosen
+
+
+def export_policy(run: Run, ledger: Ledger, out: Path, version: int | None) -> tuple[int, bytes]:
+    """Copy a policy, the latest if `version` is None, to a new folder in the layout of Hugging Face, as it is in the
+    run; (version, root). Whole or not at all.
+
+    Raises UsageError (no such version, one that is no longer kept, a folder in the way), PolicyError (the run's copy is
+    damaged) or StorageError.
+    """
+    found = ledger.policy(version)
+    if found is None:
+        latest = ledger.policy()
+        raise UsageError(f"policy {version} was never made: the latest is {latest[0] if latest else 'none'}")
+    number, root, _ = found
+    source = run.folder.policy(number)
+    if not source.is_dir():
+        kept = ", ".join(map(str, run.folder.versions()))
+        raise UsageError(
+            f"policy {number} is no longer kept (keep_policies = {run.config.keep_policies}): here are {kept}"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists already: choose another folder")
+    making = out.parent / f".{out.name}.making"
+    try:
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        for path in policy_files(source):
+            shutil.copyfile(path, making / path.name)
+        if policy_root(making) != root:
+            raise PolicyError(f"{source} is not what was published as version {number}: restore it from a backup")
+        os.rename(making, out)
+    except OSError as error:
+        raise unwritable("the policy", out, error) from None
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return number, root
 
 
 _MISSING: Final = {

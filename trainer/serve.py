@@ -1,6 +1,6 @@
 """Starts and watches the processes of a run, and shows what it does.
 
-    gateway · auditors · learner · page       each `python -m trainer.… RUN`, each may die alone
+    gateway · auditors · learner · records · page       each `python -m trainer.… RUN`, each may die alone
 
 A process that ends is started again, later each time, and said why. An auditor that takes too much time or memory is
 ended; a second one runs while a node waits for a re-audit. The children end when this process does, also when it is
@@ -10,6 +10,7 @@ killed: they watch their stdin, whose other end is here. Not here: any of their 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
-from protocol.errors import StorageError
+from protocol.errors import StorageError, UsageError
 from trainer.child import DIVERGED, last_sign, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
@@ -64,8 +65,8 @@ class Child:
     last_words: list[str] = field(default_factory=list)
 
 
-def children_of(run: Run) -> list[Child]:
-    """The processes of a run."""
+def children_of(run: Run, wandb: str = "") -> list[Child]:
+    """The processes of a run. `wandb`: the project of Weights & Biases that its steps are sent to, if to any."""
     path = str(run.folder.path)
 
     def child(name: str, module: str, *more: str) -> Child:
@@ -86,6 +87,7 @@ def children_of(run: Run) -> list[Child]:
         child("gateway", "trainer.gateway"),
         *auditors,
         child("learner", "trainer.learner" if run.config.learners == 1 else "trainer.learners"),
+        child("records", "trainer.records", *(("--wandb", wandb) if wandb else ())),
         child("page", "trainer.api"),
     ]
 
@@ -239,14 +241,16 @@ def _signal_name(number: int) -> str:
 # --- the command ---
 
 
-def serve(path: Path, *, as_json: bool = False, moved: bool = False) -> int:
+def serve(path: Path, *, as_json: bool = False, moved: bool = False, wandb: str = "") -> int:
     """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C,
     STALLED where a part of the run does nothing although it was started again.
 
-    Raises UsageError (no run there, served already, or a copy of a run that is not said to have `moved`) or
-    LocalError (its key or secrets cannot be used).
+    Raises UsageError (no run there, served already, a copy of a run that is not said to have `moved`, a project for
+    Weights & Biases without its client) or LocalError (its key or secrets cannot be used).
     """
     run = open_run(path)
+    if wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError('--wandb needs its client: pip install "rlcommons[wandb]"')
     load_run_identity(run)
     load_secrets(run)
     run.folder.logs.mkdir(exist_ok=True)
@@ -254,7 +258,7 @@ def serve(path: Path, *, as_json: bool = False, moved: bool = False) -> int:
         for of_an_earlier_time in (run.folder.page, run.folder.address):
             of_an_earlier_time.unlink(missing_ok=True)
         ledger, looking = Ledger(run.folder.ledger), Ledger(run.folder.ledger, read_only=True)
-        supervisor = Supervisor(run, ledger, children_of(run))
+        supervisor = Supervisor(run, ledger, children_of(run, wandb))
         screen = _screen(run, as_json)
         try:
             with screen:

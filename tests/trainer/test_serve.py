@@ -65,7 +65,7 @@ def until(holds: Callable[[], object], turn: Callable[[], object] = lambda: None
 
 def test_a_run_has_a_gateway_auditors_a_learner_and_a_page(run: Run) -> None:
     children = children_of(run)
-    assert [child.name for child in children] == ["gateway", "auditor-0", "auditor-second", "learner", "page"]
+    assert [child.name for child in children] == ["gateway", "auditor-0", "auditor-second", "learner", "records", "page"]
     assert children[1].arguments == ("-m", "trainer.audit", str(run.folder.path), "--name", "auditor-0")
 
 
@@ -179,7 +179,7 @@ def test_serve_starts_everything_says_how_to_join_and_ends_on_sigterm(run: Run) 
         assert lines["address"] == f"rlnode join {run.folder.address.read_text().strip()}"
         assert lines["page"].startswith("http://127.0.0.1:")
         children = psutil.Process(serve.pid).children()
-        assert len(children) == 4
+        assert len(children) == 5
         serve.terminate()
         serve.wait(timeout=10)
         assert serve.returncode == 0
