@@ -1,6 +1,6 @@
 """What a policy costs the trainer's link when many nodes fetch it at once, and how long the last of them takes.
 
-    sudo python tests/bench/bench_swarm.py [--mb 64] [--nodes 8] [--rate 10] [--folder DIR]
+    sudo python tests/bench/bench_swarm.py [--mb 269] [--nodes 8] [--rate 10] [--folder DIR]
 
 Every process has a network namespace of its own behind a link of `--rate` MB/s each way (tc tbf): the real gateway, and
 nodes that do all that `rlnode join` does but draw. First one node alone fetches a policy of `--mb` MB, then all of them
@@ -34,6 +34,7 @@ UPLOAD_BAR = 2.2
 TIME_BAR = 2.5
 BUSY = 0.9  # of the processors' time: then it is theirs that is measured
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+SMALL = 1_000_000
 PREFIX = f"rlb{os.getpid()}"
 TRAINER_IP = "10.77.0.1"
 
@@ -225,13 +226,14 @@ def measure(namespaces: list[str], folder: Path, size: int) -> Found:
         # From the manifest on: describing and signing are not the network's.
         lone = float(str(until_fetched(nodes[0], 1)["seconds"]))
         print(f"the lone node took {lone:.1f} s", flush=True)
+        publish(run, 2, SMALL)  # so that the others need not fetch the large one before they begin
         nodes += [start(number) for number in range(2, len(namespaces))]
-        for node in nodes[1:]:
-            until_fetched(node, 1)
+        for node in nodes:
+            until_fetched(node, 2)
         time.sleep(3)  # lists of nodes settle
         before, cpu = sent(namespaces[0]), cpu_seconds()
-        publish(run, 2, size)
-        done = [until_fetched(node, 2) for node in nodes]
+        publish(run, 3, size)
+        done = [until_fetched(node, 3) for node in nodes]
         all_time, idle, ours = (after - then for after, then in zip(cpu_seconds(), cpu, strict=True))
         given: dict[str, int] = {}
         for each in done:
@@ -244,7 +246,7 @@ def measure(namespaces: list[str], folder: Path, size: int) -> Found:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--mb", type=float, default=64)
+    arguments.add_argument("--mb", type=float, default=269)
     arguments.add_argument("--nodes", type=int, default=8)
     arguments.add_argument("--rate", type=float, default=10.0)
     arguments.add_argument("--folder", type=Path, help="for runs and homes (default: a temporary one)")
@@ -275,7 +277,7 @@ def main() -> int:
     print(f"bytes the nodes had: {sources}")
     print(
         f"while they fetched together: {chosen.nodes * chosen.mb / last:.0f} MB/s in all, {os.cpu_count()} processors "
-        f"{found.busy:.0%} busy, {found.ours:.0%} with this; what limits is {limited}"
+        f"{found.busy:.0%} busy, {found.ours:.0%} with this; what limits: {limited}"
     )
     missed = [name for name, bad in (("upload", times > UPLOAD_BAR), ("time", ratio > TIME_BAR)) if bad]
     outcome = f"missed {', '.join(missed)}" if missed else "met"
