@@ -76,9 +76,13 @@ class Neighbours:
         follower.on_newer = self._pass_on_later
         server.on_announce = self.heard
 
+    def in_touch(self) -> frozenset[bytes]:
+        """The nodes that answered when they were last asked."""
+        return frozenset(self._kept)
+
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._pass_on)
+            nursery.start_soon(self._pass_on, nursery)
             while True:
                 self._heard.clear()
                 for source in self._choose():
@@ -151,7 +155,7 @@ class Neighbours:
         self._to_pass_on = signed
         self._news.set()
 
-    async def _pass_on(self) -> None:
+    async def _pass_on(self, nursery: trio.Nursery) -> None:
         """To all neighbours at once, the newest alone."""
         while True:
             await self._news.wait()
@@ -161,6 +165,5 @@ class Neighbours:
             if len(body) > limits.MAX_NOTICE_BYTES:
                 continue  # a policy of many blobs: others learn of it with their next heartbeat
             self._server.announce(body)
-            async with trio.open_nursery() as nursery:
-                for source in [*self._points, *self._kept.values()]:
-                    nursery.start_soon(source.announce, body)
+            for source in [*self._points, *self._kept.values()]:
+                nursery.start_soon(source.announce, body)  # nobody waits for one that does not read
