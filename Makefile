@@ -17,7 +17,7 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-vllm test test-slow test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
+.PHONY: run run-vllm test test-slow test-crash test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -27,10 +27,14 @@ run-vllm: $(VENV)/.run-smollm2 $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/run-demo --policy smollm2 --seed $(SEED) --vllm $(VLLM_VENV)/bin
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not smollm2 and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not crash and not smollm2 and not vllm"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not smollm2 and not vllm"
+
+# Every part of a run killed (-9) at each of its writes.
+test-crash: $(VENV)/.test
+	$(BIN)/python -m pytest -m crash
 
 test-smollm2: $(VENV)/.test $(VENV)/.run-smollm2
 	$(BIN)/python -m pytest -m smollm2

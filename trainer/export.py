@@ -123,7 +123,7 @@ def export_policy(run: Run, ledger: Ledger, out: Path, version: int | None) -> t
     if not source.is_dir():
         kept = ", ".join(map(str, run.folder.versions()))
         raise UsageError(
-            f"policy {number} is no longer kept (keep_policies = {run.config.keep_policies}): here are {kept}"
+            f"policy {number} is no longer kept (keep_policies = {run.config.keep_policies}): these are here: {kept}"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already: choose another folder")

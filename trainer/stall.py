@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST_RESTARTS: Final = 2  # of a part that does not move, before the run ends
+FORGIVEN_SECONDS: Final = 120.0  # a part that still moves so long after a restart (or twice the limit) was helped by it
 AUDITORS: Final = "auditor"  # all of them: their names begin so
 RUN: Final = "run"  # all parts together
 
@@ -44,22 +45,23 @@ class Watch:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._marks: dict[str, tuple[Hashable, float]] = {}
-        self._restarts: dict[str, int] = {}
+        self._restarts: dict[str, tuple[int, float]] = {}  # part → (how often in a row, when last)
 
     def look(self, seen: Seen, now: float) -> Stuck | None:
         """Asked again and again; Stuck once each time the part has stood still for too long."""
         before, since = self._marks.get(seen.part, (None, now))
         if seen.part not in self._marks or seen.mark != before:
             self._marks[seen.part] = (seen.mark, now)
-            self._restarts.pop(seen.part, None)
+            if now - self._restarts.get(seen.part, (0, now))[1] > max(FORGIVEN_SECONDS, 2 * self._seconds):
+                del self._restarts[seen.part]
             return None
         if not seen.owes:
             self._marks[seen.part] = (seen.mark, now)
             return None
         if now - since < self._seconds:
             return None
-        tries = self._restarts.get(seen.part, 0)
-        self._restarts[seen.part] = tries + 1
+        tries, _ = self._restarts.get(seen.part, (0, now))
+        self._restarts[seen.part] = (tries + 1, now)
         self._marks[seen.part] = (seen.mark, now)
         cause = f"no progress for {self._seconds:g} s (stall_seconds): {seen.owes}"
         return Stuck(seen.part, cause, hopeless=tries >= MOST_RESTARTS)

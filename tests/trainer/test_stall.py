@@ -39,11 +39,18 @@ def test_time_in_which_a_part_owed_nothing_does_not_count_and_progress_forgives_
     assert watch.look(Seen("auditor", "", 0), 0) is None
     assert watch.look(Seen("auditor", "", 0), 100) is None
     assert watch.look(Seen("auditor", "a trace to audit", 0), 105) is None
-    for number in range(5):  # stuck, started again, moved, stuck, …
-        stuck = watch.look(Seen("auditor", "a trace to audit", number), 200 + 20 * number)
-        assert stuck is None or not stuck.hopeless
-        stuck = watch.look(Seen("auditor", "a trace to audit", number), 211 + 20 * number)
+    for number in range(5):  # moved, stuck, started again, moved for long, stuck, …
+        assert watch.look(Seen("auditor", "a trace to audit", number), 200 * number + 200) is None
+        stuck = watch.look(Seen("auditor", "a trace to audit", number), 200 * number + 211)
         assert stuck is not None and not stuck.hopeless
+
+
+def test_a_part_that_moves_only_because_it_was_started_again_is_given_up_too() -> None:
+    watch = Watch(10.0)
+    for number in range(3):
+        assert watch.look(Seen("gateway", "its sign of life", number), 20 * number) is None
+        stuck = watch.look(Seen("gateway", "its sign of life", number), 20 * number + 11)
+        assert stuck is not None and stuck.hopeless == (number == MOST_RESTARTS)
 
 
 # --- what people are told ---
