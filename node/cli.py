@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
+from protocol.heap import few_heaps
 
 if TYPE_CHECKING:
     import trio
@@ -190,6 +191,7 @@ def _join(options: argparse.Namespace) -> int:
             f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
         )
     Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
+    few_heaps()
     import trio
 
     from node.config import GIB, NodeConfig, default_engine, default_threads

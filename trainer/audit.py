@@ -26,6 +26,7 @@ from protocol import codec, limits
 from protocol.calibration import Pair
 from protocol.envelope import Signed
 from protocol.errors import EngineError, PolicyError, RLCommonsError
+from protocol.heap import few_heaps
 from protocol.lease import Lease
 from protocol.policy import policy_root
 from protocol.trace import Trace
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--name", default="auditor-0", help="under which claims are kept; one process a name")
     parser.add_argument("--reaudits", action="store_true", help="only what another auditor judged and a node asked for")
     arguments = parser.parse_args()
+    few_heaps()
     end_with_parent()
     try:
         run = open_run(arguments.run)

@@ -35,6 +35,7 @@ from protocol.errors import (
     RLCommonsError,
     StorageError,
 )
+from protocol.heap import few_heaps
 from protocol.identity import peer_id
 from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
@@ -441,6 +442,7 @@ def main() -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    few_heaps()
     end_with_parent()
     code = 0
     try:

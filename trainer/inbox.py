@@ -326,7 +326,7 @@ class Examiner:
         """A new batch: what was read of the ledger for the last one may have changed."""
         self._seen = self._ledger.last_verdict()
         self._pairs = self._ledger.calibrated_pairs()
-        self._scores.begin()
+        self._scores.begin(self._ledger.sealed())
         self._rates.clear()
         self._states.clear()
 

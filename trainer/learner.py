@@ -22,6 +22,7 @@ import torch
 
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import LocalError, RLCommonsError
+from protocol.heap import few_heaps
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, Shaping, build, choose, crowding
 from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say
@@ -307,6 +308,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.learner", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     arguments = parser.parse_args()
+    few_heaps()
     end_with_parent()
     try:
         run = open_run(arguments.run)

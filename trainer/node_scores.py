@@ -42,9 +42,11 @@ class NodeScores:
         self._tallies: OrderedDict[Key, _Tally] = OrderedDict()
         self._decided: dict[Key, dict[bytes, tuple[bytes | None, tuple[float, ...]]]] = {}
 
-    def begin(self) -> None:
-        """What was decided is in the ledger now, or was undone."""
+    def begin(self, sealed: int) -> None:
+        """What was decided is in the ledger now, or was undone. Nothing comes of versions before `sealed` any more."""
         self._decided.clear()
+        for key in [key for key in self._tallies if key[1] < sealed]:
+            del self._tallies[key]
 
     def add(
         self, node: bytes, version: int, digest: bytes, calibration: bytes | None, scores: tuple[float, ...]

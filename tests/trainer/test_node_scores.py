@@ -36,7 +36,7 @@ def test_the_sums_are_those_of_the_other_traces_by_the_same_calibration(ledger: 
     write(ledger, b"d", ONE, (7.0, 7.0), OTHER)
     write(ledger, b"e", None, ())
     scores = NodeScores(ledger)
-    scores.begin()
+    scores.begin(0)
     assert scores.before(NODE, 0, b"new", ONE) == (1.5, 1.0)
     assert scores.before(NODE, 0, b"a", ONE) == (0.5, -1.0), "a trace that is judged again counts once"
     assert scores.before(NODE, 0, b"new", TWO) == (9.0,)
@@ -61,7 +61,7 @@ def test_what_is_decided_and_not_yet_written_counts_the_same(ledger: Ledger, see
     scores = NodeScores(ledger)
     newest: dict[bytes, tuple[bytes | None, tuple[float, ...]]] = {}
     for _ in range(12):
-        scores.begin()
+        scores.begin(0)
         batch = []
         for _ in range(chance.randrange(1, 6)):
             digest = bytes([chance.randrange(10)])
@@ -77,6 +77,14 @@ def test_what_is_decided_and_not_yet_written_counts_the_same(ledger: Ledger, see
             batch.append((digest, calibration, values))
         for digest, calibration, values in batch:
             write(ledger, digest, calibration, values)
+
+
+def test_versions_that_are_sealed_are_forgotten(ledger: Ledger) -> None:
+    scores = NodeScores(ledger)
+    for version in range(3):
+        scores.before(NODE, version, b"new", ONE)
+    scores.begin(2)
+    assert list(scores._tallies) == [(NODE, 2)]
 
 
 def traces_until_refused(node: bytes, ledger: Ledger, share: float, seed: int, most: int) -> int:
