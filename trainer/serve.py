@@ -109,7 +109,7 @@ class Supervisor:
             wanted = self._is_wanted(child)
             if child.process is not None and (code := child.process.poll()) is not None:
                 self._ended(child, code, now, wanted)
-            if child.process is None and wanted and now >= child.start_at:
+            if child.process is None and wanted and now >= child.start_at and not self.gave_up:
                 self._start(child, now)
             elif child.process is not None and not wanted:
                 _hang_up(child.process)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from trainer.batch import Completion
 from trainer.config import TrainerConfig
@@ -32,6 +33,8 @@ from trainer.team import Team
 from verify.model import PolicyModel
 
 NOT_FINITE: Final = "is not finite"  # ends the cause of a refusal that no batch should meet
+
+LOGIT_BYTES: Final = 64 << 20  # of logits in memory at once, in float32
 
 
 class StepRefused(Exception):
@@ -183,10 +186,31 @@ class Stepper:
 
     def _logprobs(self, pack: Pack) -> Tensor:
         """log π of the drawn tokens of a pack's completions, one after the other, float32."""
-        device = self.model.device
-        mask = None if pack.plain else self.model.attention_mask(*seen(pack, device))
-        _, logits = self.model.run(_to(pack.ids, device), _to(pack.rows, device), _to(pack.positions, device), mask)
-        return token_logprobs(logits, _to(pack.tokens, device), self._settings.temperature)
+        model = self.model
+        device, plain = model.device, model.head_is_plain()
+        tokens = _to(pack.tokens, device)
+        # A row a completion needs no mask, nor positions: plain causal attention is faster.
+        where = None if pack.plain else _to(pack.positions, device)
+        mask = None if pack.plain else model.attention_mask(*seen(pack, device))
+        hidden, logits = model.run(_to(pack.ids, device), _to(pack.rows, device), where, mask, head=not plain)
+        if not plain:
+            return token_logprobs(logits, tokens, self._settings.temperature)
+        return self._by_parts(hidden, tokens)
+
+    def _by_parts(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """As `_logprobs` of hidden states [n, hidden]. Logits are wide: they are made some rows at a time, and in the
+        backward pass again, where all of them would take more memory than the rest of the pass."""
+        step = max(16, LOGIT_BYTES // (4 * self.model.vocabulary))
+        if len(tokens) <= step:
+            return self._score(hidden, tokens)
+        parts = []
+        for rows, ids in zip(hidden.split(step), tokens.split(step), strict=True):
+            part: Tensor = checkpoint(self._score, rows, ids, use_reentrant=False)
+            parts.append(part)
+        return torch.cat(parts)
+
+    def _score(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return token_logprobs(self.model.head(hidden), tokens, self._settings.temperature)
 
 
 def _to(array: NDArray[np.int64], device: torch.device) -> Tensor:

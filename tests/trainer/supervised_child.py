@@ -4,13 +4,16 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.child import end_with_parent
+from trainer.child import DIVERGED, end_with_parent
 
 mode, mark = sys.argv[1], Path(sys.argv[2])
 end_with_parent()
 if mode == "crash":
     print("something broke: the reason", file=sys.stderr)
     sys.exit(7)
+if mode == "learner":
+    print("the policy gives no finite loss", file=sys.stderr)
+    sys.exit(DIVERGED)
 if mode == "deaf":
     import signal
 

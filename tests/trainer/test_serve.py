@@ -86,6 +86,19 @@ def test_a_child_that_crashes_is_started_again_later_each_time_and_the_cause_is_
     assert events[:2] == supervisor.news[:2]
 
 
+def test_a_learner_that_diverged_is_not_started_again_and_the_run_is_given_up(
+    run: Run, ledger: Ledger, tmp_path: Path
+) -> None:
+    supervisor = Supervisor(run, ledger, [child_that(run, "learner", tmp_path / "mark")])
+    try:
+        until(lambda: supervisor.gave_up, supervisor.look)
+        supervisor.look()
+    finally:
+        supervisor.stop()
+    assert supervisor.gave_up == "the learner ended with exit code 5: the policy gives no finite loss"
+    assert len(supervisor.news) == 1 and "the run ends" in supervisor.news[0]
+
+
 def test_a_child_that_was_killed_is_started_again(run: Run, ledger: Ledger, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     child = child_that(run, "run", mark)
