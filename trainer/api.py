@@ -24,6 +24,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from protocol.errors import UsageError
 from trainer import summary
 from trainer.ledger import Ledger
+from trainer.network import read_network
 from trainer.rundir import Run, open_run
 
 _WEB = Path(__file__).parent / "web"
@@ -75,7 +76,8 @@ def make_app(run: Run) -> FastAPI:
     def get_state() -> dict[str, Any]:
         """The run now: version, reward, staleness, counts, nodes."""
         address = run.folder.address.read_text().strip() if run.folder.address.exists() else None
-        return {"name": run.genesis.name, "run": run.run.hex(), "address": address, **state.summary()}
+        told = {"name": run.genesis.name, "run": run.run.hex(), "address": address}
+        return {**told, "network": read_network(run.folder), **state.summary()}
 
     @app.get("/api/steps")
     def get_steps(after: int = Query(-1, ge=-1)) -> list[dict[str, Any]]:

@@ -257,13 +257,14 @@ def _restore(options: argparse.Namespace) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     from trainer.ledger import Ledger
+    from trainer.network import read_network
     from trainer.rundir import open_run
     from trainer.summary import summary
 
     run = open_run(options.run)
     found = summary(Ledger(run.folder.ledger, read_only=True), run.config, time.time_ns() // 1_000_000)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps({**found, "network": read_network(run.folder)}))
         return 0
     from rich.console import Console
 

@@ -22,14 +22,16 @@ from protocol import codec, limits, messages
 from protocol.calibration import Calibration
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
-from protocol.errors import Code, ConnectionLost, Refused
+from protocol.errors import Code, ConnectionLost, Refused, RemoteError, Unreachable
 from protocol.lease import SeedInput, slot_seed
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.log import Draw
 from protocol.messages import Version
+from protocol.net.base import Stream
+from protocol.net.memory import Nat
 from protocol.net.session import Session
 from protocol.policy import Manifest, check_manifest
-from protocol.run import EnvironmentShare, open_genesis
+from protocol.run import EnvironmentShare, open_genesis, open_membership
 from protocol.trace import Trace
 from protocol.verdict import CheckOutcome, Outcome, Reason, Receipt, Verdict, check_verdict, may_replace
 from tests.trainer.scripted_node import (
@@ -50,9 +52,11 @@ from tests.trainer.scripted_node import (
 from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig, write_config
 from trainer.export_log import export_log
+from trainer.gateway import relay_limits
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.ledger_rows import CalibrationRow, GroupState, SlotState, SubmissionState
+from trainer.network import network_line, read_network
 from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run, load_secrets, open_run
 from verify.check import CHEAP, DEAR
@@ -1015,3 +1019,59 @@ async def test_who_has_not_said_hello_is_told_of_nobody(make_run: MakeRun) -> No
     async with trainer_at_work(make_run()) as trainer, trainer.dial(identity_of("node")) as client:
         found = await refusal(client, messages.GetPeers(None, (), (), ()), messages.PeersReply)
         assert found.code is Code.UNEXPECTED_MESSAGE
+
+
+@on_trio
+async def test_a_node_is_given_the_trainers_word_to_show_to_others(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
+        reply = await client.ask(messages.GetPeers(None, (), (), ()), messages.PeersReply)
+        genesis = trainer.run.genesis
+        told = {"run": trainer.run.run, "trainer": genesis.trainer, "node": client.who.node}
+        now_ms = time.time_ns() // 1_000_000
+        assert open_membership(reply.membership, **told, now_ms=now_ms + 6 * 86_400_000)
+        with pytest.raises(RemoteError, match="expired"):
+            open_membership(reply.membership, **told, now_ms=now_ms + 8 * 86_400_000)
+
+
+@on_trio
+async def test_the_trainer_relays_for_nodes_with_a_session_alone_and_shows_what_it_carried(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run()) as trainer:
+        member, stranger = identity_of("node"), identity_of("stranger")
+        async with (
+            trainer.network.host(member, nat=Nat.RANDOM_PORTS) as behind,
+            trainer.network.host(stranger) as guest,
+            dialled(behind, trainer.address, member, trainer.run.run) as client,
+        ):
+            behind.serve("/echo", _echo)
+            with pytest.raises(Unreachable):
+                await behind.reserve(trainer.address, seconds=5)
+            await client.hello()
+            reservation = await behind.reserve(trainer.address, seconds=5)
+            with pytest.raises(Unreachable):
+                await guest.reserve(trainer.address, seconds=5)
+            stream = await guest.open(reservation.address, "/echo", seconds=5)
+            await stream.send(bytes(100_000), seconds=5, what="sending")
+            await stream.receive(seconds=5, what="waiting for the echo")
+            while (found := read_network(trainer.run.folder)) is None or not found["relayed_bytes"]:
+                await trio.sleep(0.05)
+            assert found["reservations"] == 1 and found["relayed_bytes"] >= 200_000
+            assert "0.2 MB relayed for nodes behind NAT (1 reached through here, 1 circuits now)" in network_line(found)
+
+
+async def _echo(stream: Stream) -> None:
+    await stream.send(await stream.receive(seconds=5, what="waiting"), seconds=5, what="echoing")
+    await trio.sleep_forever()
+
+
+@on_trio
+async def test_a_trainer_that_is_told_to_is_no_relay(make_run: MakeRun) -> None:
+    run, who = make_run(relay_mib_per_second=0.0), identity_of("node")
+    async with trainer_at_work(run) as trainer, trainer.network.host(who) as host:
+        with pytest.raises(Unreachable, match="it is no relay"):
+            await host.reserve(trainer.address, seconds=5)
+
+
+def test_the_limits_of_the_trainer_as_a_relay_are_its_settings() -> None:
+    found = relay_limits(TrainerConfig(relay_mib_per_second=3.0, relay_nodes=5, relay_circuit_minutes=2.0))
+    assert found is not None
+    assert (found.bytes_per_second, found.reservations, found.circuit_seconds) == (3 * 2**20, 5, 120)
