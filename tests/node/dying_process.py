@@ -33,6 +33,7 @@ from protocol.net import memory
 from tests.node.fetching_node import fetching_node
 from tests.node.small_trainer import SmallTrainer
 
+REMOVAL = "remove inside a folder"
 IN_FLIGHT = 2  # pieces asked for at once
 TRAINER = Identity(b"\1" * 32)
 NODE = Identity(b"\2" * 32)
@@ -76,7 +77,7 @@ def watch(home: Path, reached: Callable[[str], None]) -> None:
             tell("rename", arguments[1])  # to
         elif event in ("os.mkdir", "os.remove", "shutil.rmtree", "os.truncate"):
             if event == "os.remove" and arguments[1] != -1:  # inside rmtree, named from its folder
-                reached("remove inside a folder")
+                reached(REMOVAL)
             tell(event.rpartition(".")[2], arguments[0])
 
     def seen_fsync(handle: int) -> None:
@@ -194,9 +195,13 @@ def outcome(child: int) -> int:
 
 
 def kills(points: Path) -> list[tuple[str, int]]:
-    """Every named write, the first time and the last."""
+    """Every named write, the first time and the last; of a folder that is removed, before each of its files."""
     counts = Counter(points.read_text().splitlines())
-    return [(name, number) for name, count in counts.items() for number in sorted({1, count})]
+    found = []
+    for name, count in counts.items():
+        times = range(1, count + 1) if name == REMOVAL else sorted({1, count})
+        found += [(name, number) for number in times]
+    return found
 
 
 def each_write(where: Path, start: Path | None, job: Callable[[Path, Path, Callable[[str], None]], None]) -> None:
@@ -231,7 +236,7 @@ def beside(where: Path, start: Path, folders: tuple[Path, ...]) -> None:
         "rename blobs/DIGEST",
         "open policies/VERSION.unfinished/model.safetensors",
         "rename policies/VERSION",
-        "remove inside a folder",
+        REMOVAL,
         "",
     ):
         work = partial(follow, home, folders, where / "asked", die_at(point, 1))
