@@ -5,9 +5,9 @@ them may be killed at any point: the gateway writes submissions, an auditor clai
 them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
 acknowledged to a node or to another process was committed with an fsync first.
 
-All SQL of the project is in this file, but for the schema (ledger_rows.py), the log of the run (ledger_log.py) and
-its upkeep (ledger_care.py). Not here: who gets which lease (dispatch.py), what a trace is worth (verify/), when
-a group may be learned from (batch.py).
+All SQL of the project is in this file, but for the schema (ledger_rows.py), the log of the run (ledger_log.py),
+calibrations (ledger_pairs.py) and its upkeep (ledger_care.py). Not here: who gets which lease (dispatch.py), what a
+trace is worth (verify/), when a group may be learned from (batch.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from protocol.log import Draw
 from protocol.verdict import Reason
 from trainer.ledger_care import CareOfLedger
 from trainer.ledger_log import LogOfRun
+from trainer.ledger_pairs import PairsOfLedger
 from trainer.ledger_rows import (
-    CALIBRATION_COLUMNS,
     GROUP_COLUMNS,
     OF_GROUP,
     SCHEMA,
     SCHEMA_VERSION,
     SUBMISSION_COLUMNS,
-    CalibrationRow,
     CompleteGroup,
     EvaluationRow,
     GroupOutcome,
@@ -60,11 +59,10 @@ from trainer.ledger_rows import (
 from verify.standing import WINDOW
 
 ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
-MOST_PAIRS = 64  # of engines that are remembered: nodes name theirs as they like
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger(LogOfRun, CareOfLedger):
+class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -204,72 +202,6 @@ class Ledger(LogOfRun, CareOfLedger):
 
     def unsigned_policies(self) -> list[tuple[int, bytes]]:
         return self._db.execute("SELECT version, root FROM policies WHERE manifest IS NULL ORDER BY version").fetchall()
-
-    # --- calibrations (auditor writes, gateway signs) ---
-
-    def add_calibration(self, row: CalibrationRow) -> bool:
-        """Keep a measured calibration; False where it is known."""
-        with self.write():
-            values = (
-                row.digest, row.pair, row.policy_version, row.created_ms, row.body, row.provisional, row.signed
-            )  # fmt: skip
-            added = self._db.execute("INSERT OR IGNORE INTO calibrations VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-            return added.rowcount == 1
-
-    def set_signed_calibration(self, digest: bytes, signed: bytes) -> None:
-        with self.write():
-            self._db.execute("UPDATE calibrations SET signed = ? WHERE digest = ?", (signed, digest))
-
-    def calibrations(self) -> list[CalibrationRow]:
-        """All of the run, oldest first."""
-        rows = self._db.execute(f"SELECT {CALIBRATION_COLUMNS} FROM calibrations ORDER BY created_ms, digest")
-        return [CalibrationRow(*row) for row in rows]
-
-    def calibration(self, digest: bytes) -> CalibrationRow | None:
-        row = self._db.execute(f"SELECT {CALIBRATION_COLUMNS} FROM calibrations WHERE digest = ?", (digest,)).fetchone()
-        return None if row is None else CalibrationRow(*row)
-
-    def unsigned_calibrations(self) -> list[tuple[bytes, bytes]]:
-        """(digest, canonical Calibration) of those that wait for the gateway's signature."""
-        return self._db.execute("SELECT digest, body FROM calibrations WHERE signed IS NULL").fetchall()
-
-    def version_of(self, root: bytes) -> int | None:
-        """The first policy version with this root."""
-        row = self._db.execute("SELECT MIN(version) FROM policies WHERE root = ?", (root,)).fetchone()
-        version: int | None = row[0]
-        return version
-
-    def note_pair(self, pair: str, now_ms: int, note: str | None) -> bool:
-        """Say of a pair of engines why it is not calibrated, or that it is (None); whether that is news."""
-        row = self._db.execute("SELECT note FROM pairs WHERE pair = ?", (pair,)).fetchone()
-        if row is not None and row[0] == note:
-            return False
-        with self.write():
-            if row is None and self._db.execute("SELECT COUNT(*) FROM pairs").fetchone()[0] >= MOST_PAIRS:
-                return False
-            self._db.execute(
-                "INSERT INTO pairs VALUES (?, ?, ?, NULL) ON CONFLICT(pair) DO UPDATE SET note = excluded.note",
-                (pair, now_ms, note),
-            )
-            return True
-
-    def pair_trying(self, pair: str) -> int | None:
-        """The policy version on which an auditor measures a pair, or died measuring it."""
-        row = self._db.execute("SELECT trying FROM pairs WHERE pair = ?", (pair,)).fetchone()
-        return None if row is None else row[0]
-
-    def try_pair(self, pair: str, now_ms: int, version: int | None) -> None:
-        with self.write():
-            self._db.execute(
-                "INSERT INTO pairs VALUES (?, ?, 'being measured', ?) "
-                "ON CONFLICT(pair) DO UPDATE SET trying = excluded.trying",
-                (pair, now_ms, version),
-            )
-
-    def calibrated_pairs(self) -> set[str]:
-        """The pairs with a signed calibration of their own."""
-        query = "SELECT DISTINCT pair FROM calibrations WHERE signed IS NOT NULL AND NOT provisional"
-        return {row[0] for row in self._db.execute(query)}
 
     # --- groups, slots, leases (gateway) ---
 
