@@ -85,6 +85,14 @@ def _pieces(folder: Path) -> list[Path]:
     return sorted(path for path in where.iterdir() if not path.name.endswith(UNFINISHED)) if where.is_dir() else []
 
 
+def _size(path: Path) -> int | None:
+    """None: a running node has just removed it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def _in_engine(home: Path, folder: Path) -> int | None:
     """The version in the engine of a node that runs here, if it works for this run."""
     status = read_status(home) or {}
@@ -101,7 +109,7 @@ def look(home: Path) -> list[Holding]:
 
 def _holding(home: Path, folder: Path, *, running: bool) -> Holding:
     held, unsent, leases = _held(folder), read_unsent(folder), read_leases(folder)
-    pieces = _pieces(folder)
+    pieces = [size for path in _pieces(folder) if (size := _size(path)) is not None]
     newest = {each.version for each in held[-(_KEPT_WHILE_RUNNING if running else 1) :]}
     in_engine = _in_engine(home, folder) if running else None
     traces, leased = Counter(unsent.values()), Counter(lease.policy_version for lease in leases)
@@ -118,7 +126,7 @@ def _holding(home: Path, folder: Path, *, running: bool) -> Holding:
         run=folder.name,
         policies=tuple(kept),
         pieces=len(pieces),
-        piece_bytes=sum(path.stat().st_size for path in pieces),
+        piece_bytes=sum(pieces),
         unsent_traces=len(unsent),
         leases=len(leases),
         bytes=folder_bytes(folder),

@@ -331,9 +331,10 @@ def _disk_free(folder: Path) -> int:
 def folder_bytes(folder: Path) -> int:
     """Of all files below a folder."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # another task may just have removed it
-            total += path.stat().st_size if path.is_file() else 0
+    for where, _, names in os.walk(folder):  # which passes over folders that another task has just removed
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(where, name)).st_size
     return total
 
 
