@@ -15,6 +15,7 @@ from protocol.errors import StorageError, UsageError
 from trainer import summary, view
 from trainer.ledger import Ledger
 from trainer.ledger_rows import (
+    SCHEMA_VERSION,
     GroupRow,
     GroupState,
     LeaseState,
@@ -133,7 +134,7 @@ def test_only_what_may_still_be_learned_from_is_judged_again(ledger: Ledger) -> 
         judge(ledger, digest, SubmissionState.ACCEPTED, audited=True)
     assert ledger.count_groups(GroupState.COMPLETE) == 1
     assert ledger.last_verdict() == before and ledger.audit_record(NODE) == (2, 0), "the verdicts stand"
-    step = StepRow(1, 1, 1, 2, 60, 1.0, 0, 0.0, 0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0)
+    step = StepRow(1, 1, 1, 2, 60, 1.0, 0, 0.0, 0, 0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1e-6, 1.0)
     ledger.record_step(step, b"root", [GROUP])
     assert ledger.judge_again(NODE, 0) == 0, "it is learned from already"
 
@@ -260,7 +261,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path, ledger: Ledger) -
     database = sqlite3.connect(tmp_path / "ledger.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(UsageError, match="format 99, this rlcommons reads 4"):
+    with pytest.raises(UsageError, match=f"format 99, of a newer rlcommons; this one reads {SCHEMA_VERSION}"):
         Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(UsageError, match="rltrainer init"):
         Ledger(tmp_path / "none.sqlite")
