@@ -474,7 +474,9 @@ def _fault_of(error: Exception) -> EngineError:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # Where vLLM checks its settings, the first line only counts what is wrong.
+    return lines[1] if len(lines) > 1 and "validation error" in lines[0] else lines[0]
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -574,8 +576,10 @@ def _make_vllm(arguments: dict[str, Any], own_process: bool) -> tuple[Any, bool]
 
 
 def _why_not(policy: Path, dtype: str, gpu_memory: float, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    text = f"vLLM cannot run the policy in {policy} as {dtype}: {lines[0]}"
+    why = _first_line(error)
+    if "initialization failed" in why:
+        why = _logged_cause() or why
+    text = f"vLLM cannot run the policy in {policy} as {dtype}: {why}"
     if any(word in str(error).lower() for word in ("memory", "kv cache")):
         text += f" (it may take {gpu_memory:.0%} of the card: see --gpu-memory, end what else uses it, or use another)"
     return text
