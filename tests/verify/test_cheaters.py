@@ -445,4 +445,4 @@ def test_a_bug_of_ours_is_no_refusal(monkeypatch, long_rollout, studio, tmp_path
 
     monkeypatch.setattr("verify.judge.judge", broken)
     assert main(["check", str(path), "--policy", str(studio.policy)]) == 3
-    assert "a bug of rlverify and no verdict" in capsys.readouterr().err
+    assert "this is a bug of rlverify" in capsys.readouterr().err
