@@ -105,6 +105,7 @@ def test_a_card_that_is_not_there_is_a_fault_of_this_machine(tmp_path: Path) -> 
     [
         (("--upload-cap", "0"), "to give nothing there is --no-serve"),
         (("--mirror", "example.org/run"), "give the URL of its folder"),
+        (("--relay", "example.org:4002"), "is not an address"),
     ],
 )
 def test_what_a_node_gives_and_whence_it_takes_must_make_sense(
@@ -112,6 +113,23 @@ def test_what_a_node_gives_and_whence_it_takes_must_make_sense(
 ) -> None:
     done = rlnode("join", NOBODY, *words, home=tmp_path)
     assert done.returncode == 2 and told in done.stderr
+
+
+def test_a_relay_says_where_it_is_joined_and_stops_when_told(tmp_path: Path) -> None:
+    words = ("relay", str(NOBODY), "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--home", str(tmp_path))
+    command = [sys.executable, "-m", "node.cli", *words]
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert said["event"] == "listening" and said["address"].startswith("/ip4/127.0.0.1/tcp/")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_a_relay_needs_a_run_and_a_rate(tmp_path: Path) -> None:
+    assert "rlnode relay ADDRESS" in rlnode("relay", home=tmp_path).stderr
+    done = rlnode("relay", NOBODY, "--rate", "0", home=tmp_path)
+    assert done.returncode == 2 and "--rate must be more than 0" in done.stderr
 
 
 def test_a_key_is_backed_up_and_restored(tmp_path: Path) -> None:
