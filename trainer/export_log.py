@@ -11,6 +11,7 @@ epochs (epochs.py), checking a log (verify/run_audit.py).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -58,15 +59,16 @@ def _export(run: Run, ledger: Ledger, out: Path, *, traces: bool, policies: bool
     for name in _FOLDERS:
         (out / name).mkdir(parents=True, exist_ok=True)
     # A reader who finds this, or another one at the end than at the beginning, knows that files changed below him.
-    _describe(run, out, before, before, complete=False)
+    _describe(run, out, before, before, (), complete=False)
     replace(out / "genesis.msgpack", codec.encode(run.signed_genesis))
     # Numbers of receipts and verdicts have no gap in one state of the ledger.
     with ledger.snapshot():
         sealed = ledger.sealed()
         epochs = _write_epochs(ledger, out / "epochs", before)
+        lost = _passed_over([version for version in ledger.versions() if version < epochs])
     written = sum(_write_traces(run, ledger, out / "traces", each, each < before) for each in range(epochs) if traces)
     copied = _copy_policies(run, out / "policies", epochs) if policies else 0
-    _describe(run, out, epochs, sealed, complete=True)
+    _describe(run, out, epochs, sealed, lost, complete=True)
     return Exported(epochs, sealed, written, copied)
 
 
@@ -93,8 +95,15 @@ def _require_room(out: Path) -> None:
         raise UsageError(f"{out} holds other things ({others[0]}): choose an empty folder, or one of this run's log")
 
 
-def _describe(run: Run, out: Path, epochs: int, sealed: int, *, complete: bool) -> None:
-    table = {"spec": "1.0", "run": run.run.hex(), "epochs": epochs, "sealed": sealed}
+def _passed_over(versions: list[int]) -> tuple[tuple[int, int], ...]:
+    """(first, last) of what is missing between the versions: a restored run lost them."""
+    return tuple((before + 1, after - 1) for before, after in itertools.pairwise(versions) if after > before + 1)
+
+
+def _describe(
+    run: Run, out: Path, epochs: int, sealed: int, lost: tuple[tuple[int, int], ...], *, complete: bool
+) -> None:
+    table = {"spec": "1.0", "run": run.run.hex(), "epochs": epochs, "sealed": sealed, "passed_over": lost}
     text = json.dumps({**table, "complete": complete, "written_ms": now_ms()})
     replace(out / "log.json", (text + "\n").encode())
 

@@ -27,6 +27,7 @@ from protocol.policy import Manifest, check_manifest, version_name
 
 MAX_INDEX_BYTES: Final = 64 * 1024
 MAX_EPOCHS: Final = 2**20  # as many values as an audit chain has
+MAX_GAPS: Final = 1000  # a run that is restored more often has other troubles
 STEP_SECONDS: Final = 20.0  # for a connection, and between two pieces of an answer
 FILE_SECONDS: Final = 600.0  # for one file
 _PIECE_BYTES: Final = 1 << 16
@@ -40,6 +41,7 @@ class Index:
     run: str
     epochs: int
     text: bytes
+    passed_over: tuple[tuple[int, int], ...]  # (first, last) of versions that the trainer says it lost
 
 
 class Source(Protocol):
@@ -100,11 +102,25 @@ def read_index(source: Source) -> Index:
         run, epochs, complete = table["run"], table["epochs"], table["complete"]
         if type(run) is not str or type(epochs) is not int or not 0 <= epochs <= MAX_EPOCHS:
             raise ValueError("run or epochs")
+        passed_over = _ranges(table.get("passed_over", []), epochs)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"log.json is not an index of a log ({error!r:.100})") from None
     if complete is not True:
         raise UsageError("this log is just being written, or its export was interrupted: try again after the next")
-    return Index(run, epochs, text)
+    return Index(run, epochs, text, passed_over)
+
+
+def _ranges(value: Any, epochs: int) -> tuple[tuple[int, int], ...]:
+    """(first, last) of runs of versions, rising. Raises ValueError."""
+    found: list[tuple[int, int]] = []
+    for each in value if isinstance(value, list) and len(value) <= MAX_GAPS else [None]:
+        if not isinstance(each, list) or len(each) != 2 or any(type(number) is not int for number in each):
+            raise ValueError("passed_over")
+        first, last = each
+        if not (found[-1][1] if found else -1) < first <= last < epochs:
+            raise ValueError("passed_over")
+        found.append((first, last))
+    return tuple(found)
 
 
 class FolderSource:

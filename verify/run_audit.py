@@ -114,14 +114,20 @@ def audit_run(source: Source, rejudge: Rejudge) -> Report:
     index = read_index(source)
     audit = RunAudit(*_open_genesis(source, index.run), rejudge)
     last = max(index.epochs - 1, source.highest_epoch())
-    absent = 0
-    for version in range(last + 1):
+    lost = dict(index.passed_over)
+    absent = version = 0
+    while version <= last:
+        if version in lost:
+            audit.pass_over(version, lost[version])
+            absent, version = 0, lost[version] + 1
+            continue
         data = source.read(epoch_file(version), MAX_EPOCH_BYTES)
         audit.epoch(version, data)
         absent = 0 if data is not None else absent + 1
         if absent == ABSENT:
             audit.report.add(1, f"epochs {version + 1} to {last}", f"are not looked for: {ABSENT} before are missing")
             break
+        version += 1
     report = audit.finish()
     if read_index(source).text != index.text:
         raise UsageError("the log was written anew while it was read: audit it again")
@@ -170,6 +176,10 @@ class RunAudit:
         self._check_verdicts(opened)
         _check_scores(opened, self.report)
         self._rejudge.epoch(opened, self.report)
+
+    def pass_over(self, first: int, last: int) -> None:
+        """Epochs that the trainer says it lost. The seal after them still has to follow from the one before."""
+        self.report.add(1, f"epochs {first} to {last}", "are missing: the trainer says that it lost them")
 
     def finish(self) -> Report:
         self._draws.finish(complete=not self._verdicts.missing(), highest=self._verdicts.highest)

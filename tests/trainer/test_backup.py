@@ -34,6 +34,9 @@ from trainer.office import fill_shelf
 from trainer.place import check_place, locked
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run
 from trainer.shelf import Shelf
+from verify.log_source import FolderSource, read_index
+from verify.rejudge import Rejudge
+from verify.run_audit import audit_run
 
 ROOT = Path(backup.__file__).parents[1]
 SMALL: dict[str, Any] = dict(group_size=4, groups_per_step=2, loss_tokens=100, learning_rate=1e-3, warmup_steps=1)
@@ -176,6 +179,11 @@ def test_the_log_of_a_run_that_lost_policies_goes_on_after_the_gap(run: Run, tmp
     assert ledger.sealed() == 41 and not closable(ledger, 41, again.config)
     exported = export_log(again, ledger, tmp_path / "log", traces=False, policies=False)
     assert (exported.epochs, exported.sealed) == (42, 41)
+    source = FolderSource(tmp_path / "log")
+    assert read_index(source).passed_over == ((3, 40),)
+    report = audit_run(source, Rejudge(source, None, 0, "cpu"))
+    told = [(each.where, each.what) for each in report.disagreements if each.step in (1, 2)]
+    assert told == [("epochs 3 to 40", "are missing: the trainer says that it lost them")]
     names = sorted(path.stem for path in (tmp_path / "log" / "epochs").iterdir())
     assert names == ["000000", "000001", "000002", "000041"]
 
