@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _KEPT: Final = 256  # nodes remembered; the trainer names at most 64 at once
 _GAP_SECONDS: Final = 1.0  # between two questions
 _REFRESH_SECONDS: Final = 30.0  # without a reason
 _ADMIT_SECONDS: Final = 5.0  # for the trainer to say who a stranger is
+_WORD_SECONDS: Final = 3_600.0  # the trainer's word, which comes anew each time, is kept on the disk so often
 _HEARD_OF: Final = 128  # nodes remembered that others named
 _HEARD_OF_ONE: Final = 16  # in one answer: nobody fills the book alone
 _MEMBERS: Final = 4096
@@ -57,6 +59,7 @@ class PeerBook:
         self.membership: Signed | None = kept.membership  # the trainer's word for this node
         self.peers: Mapping[bytes, messages.Peer] = {peer.node: peer for peer in kept.peers if peer.node != ours}
         self.heard_of: dict[bytes, messages.Peer] = {}  # from others than the trainer, the last ones
+        self._word_told = -math.inf  # trio time at which the word was last called new
         self._members: dict[bytes, int] = {}  # who showed the trainer's word, until when in its time
         self.heard = trio.Event()  # the trainer has answered this process, now or earlier
         self.changed = trio.Event()  # the list is another
@@ -78,13 +81,18 @@ class PeerBook:
         return {**self.peers, **{node: peer for node, peer in self.heard_of.items() if node not in self.peers}}
 
     def learn(self, peers: Iterable[messages.Peer], membership: Signed | None = None) -> bool:
-        """Take a list from the trainer, and its word for this node. Whether anything is new."""
+        """Take a list from the trainer, and its word for this node. Whether anything is new; the word alone counts
+        as new once an hour."""
+        now = trio.current_time()
+        is_due = membership is not None and now - self._word_told > _WORD_SECONDS
+        if is_due:
+            self._word_told = now
         self.membership = membership or self.membership
         told = {peer.node: peer for peer in peers if peer.node != self._ours}
         merged = {**told, **{node: peer for node, peer in self.peers.items() if node not in told}}
         merged = dict(list(merged.items())[:_KEPT])
         self.strangers = {node: None for node in self.strangers if node not in merged}
-        is_new = merged != self.peers
+        is_new = merged != self.peers or is_due
         self.heard.set()
         self.peers = merged
         self._tell()
