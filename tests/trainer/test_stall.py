@@ -40,8 +40,9 @@ def test_time_in_which_a_part_owed_nothing_does_not_count_and_progress_forgives_
     assert watch.look(Seen("auditor", "", 0), 100) is None
     assert watch.look(Seen("auditor", "a trace to audit", 0), 105) is None
     for number in range(5):  # moved, stuck, started again, moved for long, stuck, …
-        assert watch.look(Seen("auditor", "a trace to audit", number), 200 * number + 200) is None
-        stuck = watch.look(Seen("auditor", "a trace to audit", number), 200 * number + 211)
+        seen = Seen("auditor", "a trace to audit", number + 1)
+        assert watch.look(seen, 200 * number + 200) is None
+        stuck = watch.look(seen, 200 * number + 211)
         assert stuck is not None and not stuck.hopeless
 
 
