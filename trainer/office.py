@@ -64,7 +64,8 @@ def open_office(run: Run) -> Iterator[Office]:
     chain = AuditChain(secrets.audit)
     if chain.anchor != run.genesis.audit_anchor:
         raise LocalError(f"{run.folder.secret} is not the secret of this run's genesis: restore the right one")
-    path, shelf, shares = run.folder.ledger, Shelf(run.folder, max(SERVED, run.config.staleness_limit + 2)), run.genesis.environments
+    path, shares = run.folder.ledger, run.genesis.environments
+    shelf = Shelf(run.folder, max(SERVED, run.config.staleness_limit + 2))
     notary = Notary(run.run, signer, software())
     failures: list[BaseException] = []
     with (

@@ -65,7 +65,8 @@ def until(holds: Callable[[], object], turn: Callable[[], object] = lambda: None
 
 def test_a_run_has_a_gateway_auditors_a_learner_and_a_page(run: Run) -> None:
     children = children_of(run)
-    assert [child.name for child in children] == ["gateway", "auditor-0", "auditor-second", "learner", "records", "page"]
+    names = ["gateway", "auditor-0", "auditor-second", "learner", "records", "page"]
+    assert [child.name for child in children] == names
     assert children[1].arguments == ("-m", "trainer.audit", str(run.folder.path), "--name", "auditor-0")
 
 
