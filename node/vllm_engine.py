@@ -9,6 +9,7 @@ docs/decisions/0011-vllm-engine.md.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -17,7 +18,11 @@ import random
 import re
 import shutil
 import tempfile
+import threading
+import time
+import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -348,6 +353,8 @@ class VllmEngine:
             if _is_out_of_memory(error):
                 raise OutOfMemory(f"no memory for {self.slots} sequences at once: {_first_line(error)}") from error
             raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, error)) from error
+        if self._own_process:
+            _watch(self._vllm.engine_core)
         self._runner = "vllm-v2 native" if native else "vllm-v1 seeded-draw"
         facts = self._rpc("rlc_install")
         self._device_name, self._fields = facts["device"], fields
@@ -487,6 +494,33 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _says_out_of_memory(text: str) -> bool:
     return any(word in text.lower() for word in _OUT_OF_MEMORY)
+
+
+_WATCH_SECONDS: Final = 0.5
+
+
+def _watch(client: Any) -> None:
+    """vLLM's client waits for ever on a core that was killed, and only notes that it is dead: end what waits."""
+    known = weakref.ref(client)
+
+    def watch() -> None:
+        while (each := known()) is not None:
+            if each.resources.engine_dead:
+                _end_waiting(each)
+                return
+            del each  # so that a client that was shut down can go
+            time.sleep(_WATCH_SECONDS)
+
+    threading.Thread(target=watch, daemon=True, name="rlnode vllm watch").start()
+
+
+def _end_waiting(client: Any) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    client.outputs_queue.put_nowait(EngineDeadError())
+    for future in list(client.utility_results.values()):
+        with contextlib.suppress(InvalidStateError):  # answered in this moment
+            future.set_exception(EngineDeadError())
 
 
 # --- vLLM's log: the process that holds the model tells nowhere else why it ended ---
