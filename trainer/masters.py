@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from protocol.errors import LocalError, PolicyError
 from trainer.config import TrainerConfig
@@ -33,7 +33,7 @@ class _Master(Protocol):
     def value(self) -> Tensor:
         """The weight."""
 
-    def collect(self, weight: nn.Parameter) -> None:
+    def collect(self, weight: Tensor) -> None:
         """Add the gradient that a backward pass left on the weight to those of the leaves, in float32."""
 
 
@@ -45,7 +45,7 @@ class _Whole:
     def value(self) -> Tensor:
         return self.leaves["master"]
 
-    def collect(self, weight: nn.Parameter) -> None:
+    def collect(self, weight: Tensor) -> None:
         assert weight.grad is not None
         master = self.leaves["master"]
         if weight.dtype is torch.float32:
@@ -76,7 +76,7 @@ class _LowRank:
         update = self.leaves["lora_b"] @ self.leaves["lora_a"]
         return self.kept["base"].float().add_(update, alpha=self._scale)
 
-    def collect(self, weight: nn.Parameter) -> None:
+    def collect(self, weight: Tensor) -> None:
         assert weight.grad is not None
         gradient, weight.grad = weight.grad.float(), None
         _add(self.leaves["lora_a"], self._scale * (self.leaves["lora_b"].T @ gradient))
@@ -130,7 +130,7 @@ class Masters:
         self.steps = 0
         self.round()
 
-    def _master(self, name: str, weight: nn.Parameter) -> _Master:
+    def _master(self, name: str, weight: Tensor) -> _Master:
         if self._config.lora_rank:
             return _LowRank(name, weight, self._config.lora_rank, self._config.lora_alpha)
         return _Whole(weight)

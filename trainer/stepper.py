@@ -204,7 +204,7 @@ class Stepper:
         if len(tokens) <= step:
             return self._score(hidden, tokens)
         parts = []
-        for rows, ids in zip(hidden.split(step), tokens.split(step), strict=True):
+        for rows, ids in zip(torch.split(hidden, step), torch.split(tokens, step), strict=True):
             part: Tensor = checkpoint(self._score, rows, ids, use_reentrant=False)
             parts.append(part)
         return torch.cat(parts)

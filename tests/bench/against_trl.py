@@ -37,6 +37,13 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def warm() -> None:
+    """Import what either side would load in the middle: code is no part of a step's memory."""
+    import accelerate  # noqa: F401
+    import torch._dynamo  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+
 def timed(rounds: int, step: Any, before: int) -> None:
     """Print the figures of a side. The first step is not counted: it makes the optimiser's state."""
     step()
@@ -99,10 +106,9 @@ def random_batch(groups: int, size: int) -> list[dict[str, Any]]:
 # --- the sides ---
 
 
-def ours(policy: Path, batch: list[dict[str, Any]], rounds: int) -> None:
+def ours(policy: Path, batch: list[dict[str, Any]], rounds: int, micro: int) -> None:
     import numpy as np
     import torch
-    import transformers  # noqa: F401 - what it holds is no part of the step
 
     from trainer.batch import Completion
     from trainer.config import TrainerConfig
@@ -115,8 +121,9 @@ def ours(policy: Path, batch: list[dict[str, Any]], rounds: int) -> None:
         folder = RunFolder(Path(place))
         folder.policies.mkdir()
         folder.policy(0).symlink_to(policy.resolve())
+        warm()
         before = resident()
-        config = TrainerConfig(loss_tokens=1000, micro_batch_tokens=2048)
+        config = TrainerConfig(loss_tokens=1000, micro_batch_tokens=micro)
         stepper = Stepper(folder, config, 0, Team())
         completions = [
             Completion(
@@ -135,6 +142,7 @@ def trl(policy: Path, batch: list[dict[str, Any]], rounds: int, at_once: int) ->
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
+    warm()
     before = resident()
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(policy)
@@ -199,6 +207,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--size", type=int, default=8)
+    parser.add_argument("--micro", type=int, default=1024, help="micro_batch_tokens here")
     parser.add_argument("--trl-batches", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
@@ -206,7 +215,7 @@ def main() -> int:
     if options.side:
         policy, batch = pickle.loads(options.data.read_bytes())
         if options.side == "ours":
-            ours(policy, batch, options.rounds)
+            ours(policy, batch, options.rounds, options.micro)
         else:
             trl(policy, batch, options.rounds, int(options.side))
         return 0
@@ -238,7 +247,8 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def _side(python: str, side: str, data: Path, options: argparse.Namespace) -> dict[str, float]:
-    command = [python, __file__, "--trl", options.trl, "--side", side, "--data", data, "--rounds", str(options.rounds)]
+    command = [python, __file__, "--trl", options.trl, "--side", side, "--data", data]
+    command += ["--rounds", str(options.rounds), "--micro", str(options.micro)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
