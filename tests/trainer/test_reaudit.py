@@ -236,7 +236,7 @@ async def test_a_re_audit_needs_the_trace_and_its_policy(run: Run, script: Scrip
 def test_a_run_with_several_auditors_needs_no_second_one(run: Run) -> None:
     write_config(TrainerConfig(auditors=2), run.folder.config)
     names = [child.name for child in children_of(open_run(run.folder.path))]
-    assert names == ["gateway", "auditor-0", "auditor-1", "learner", "page"]
+    assert names == ["gateway", "auditor-0", "auditor-1", "learner", "records", "page"]
 
 
 def test_a_second_auditor_runs_while_a_re_audit_waits_and_accepts_an_honest_trace(
