@@ -369,12 +369,11 @@ def test_two_learner_processes_make_the_policies_that_one_makes(drawn: Path, tmp
             assert getattr(together, name) == pytest.approx(getattr(alone, name), abs=1e-4), name
         assert (together.tokens, together.traces) == (alone.tokens, alone.traces)
     weights = [load_file(run.folder.policy(3) / "model.safetensors") for run in (one, two)]
-    pairs = [
-        (tensor.view(torch.int16).int(), weights[1][name].view(torch.int16).int())
-        for name, tensor in weights[0].items()
-    ]
-    # Sums in another order: where a master lies at the border of two bfloat16 values, the other one.
-    assert max(int((a - b).abs().max()) for a, b in pairs) <= 1
+    pairs = [(tensor.float(), weights[1][name].float()) for name, tensor in weights[0].items()]
+    # Sums in another order: where a master lies at the border of two bfloat16 values, the other one. And AdamW divides
+    # by the gradient's size: where that is nothing but rounding, the steps may go either way.
+    most = 2 * 3 * one.config.learning_rate
+    assert all(bool(((a - b).abs() <= most + a.abs() / 128).all()) for a, b in pairs)
     differing = sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
     assert differing < 1e-3, differing
 
