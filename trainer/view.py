@@ -71,9 +71,10 @@ def _figures(found: dict[str, Any]) -> Table:
 
 def _waits(found: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for each in found["waits"]:
-        lasting = lasted(each["since_ms"], found["at_ms"])
-        table.add_row(Text(each["part"], style="dim"), Text(each["what"]), Text(lasting, style="dim"))
+    rows = [(each["part"], each["what"], each["since_ms"]) for each in found["waits"]]
+    rows += [("…" + node["node"][-10:], node["doing"], node["doing_since_ms"]) for node in found["nodes"][:12]]
+    for part, what, since_ms in rows:
+        table.add_row(Text(part, style="dim"), Text(what), Text(lasted(since_ms, found["at_ms"]), style="dim"))
     return table
 
 
@@ -96,8 +97,7 @@ def _nodes(found: dict[str, Any]) -> Table:
     ):
         table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
     for node in found["nodes"][:12]:
-        lasting = lasted(node["doing_since_ms"], found["at_ms"])
-        state = Text(f"{node['doing']} {lasting}".strip()[:48], style="green" if node["connected"] else "dim")
+        state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
         audits = f"{node['audits_passed']:,}" + (
             f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
         )

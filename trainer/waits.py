@@ -75,11 +75,11 @@ def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | No
         return _doing("is away", node["last_seen_ms"])
     if node["slots_busy"]:
         return _doing(f"draws {node['slots_busy']} of its {node['slots_total']} slots at once", None)
-    if node["policy_version"] is None or (latest is not None and node["policy_version"] < latest):
-        has = "none" if node["policy_version"] is None else node["policy_version"]
-        return _doing(f"fetches policy {latest} (has {has})", None)
     if held is not None:
-        return _doing(f"holds {_count(held[0], 'slot')} and draws none; the first is due at its deadline", None)
+        return _doing(f"holds {_count(held[0], 'leased slot')}, each until its deadline", None)
+    if node["policy_version"] is None or (latest is not None and node["policy_version"] < latest):
+        has = "has told of none" if node["policy_version"] is None else f"has {node['policy_version']}"
+        return _doing(f"fetches policy {latest} ({has})", None)
     if node["waits"]:
         return _doing(f"waits for a lease: {node['waits']}", node["waits_ms"])
     return _doing("asks for a lease", None)

@@ -104,7 +104,7 @@ def test_every_node_says_what_it_does_or_waits_for(made: tuple[Run, Ledger]) -> 
         ledger.beat_node(node.node, NOW, policy_version=version, slots_busy=busy, **rest)  # type: ignore[arg-type]
 
     ledger.see_node(node.node, NOW, "rlcommons", "engine")
-    assert doing() == "fetches policy 0 (has none)"
+    assert doing() == "fetches policy 0 (has told of none)"
     beats(0, 3)
     assert doing() == "draws 3 of its 8 slots at once"
     beats(0, 0)
