@@ -506,7 +506,7 @@ def test_a_node_whose_vllm_is_killed_gives_its_leases_back_and_goes_on(
                     child.kill()
             said = await node.until_said("engine_failed")
             assert "vLLM" in said.text and "leases given back" in said.text
-            await w.trainer.until(lambda: any("the engine failed" in each for each in w.trainer.returned.values()))
+            await w.trainer.until(lambda: any("vLLM" in cause for cause in w.trainer.returned.values()))
             count = len(w.trainer.traces)
             await w.trainer.until(lambda: len(w.trainer.traces) >= count + 4, 500)
             assert node.failure is None
