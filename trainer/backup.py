@@ -135,8 +135,10 @@ def _latest(ledger: Ledger) -> int:
 def _held(source: RunFolder, version: int) -> Iterator[Path]:
     """A folder of links to what version `version` and those before it consist of: while it is there, nothing that the
     learner removes is gone. Raises _Moved."""
+    for of_a_killed_one in source.path.glob(".backup-*"):
+        if not _is_alive(of_a_killed_one.name.rpartition("-")[2]):
+            shutil.rmtree(of_a_killed_one)
     holding = source.path / f".backup-{os.getpid()}"
-    shutil.rmtree(holding, ignore_errors=True)
     try:
         wanted = [path for path in (source.step(version),) if version]
         wanted += [source.policy(each) for each in source.versions() if each <= version]
@@ -151,6 +153,16 @@ def _held(source: RunFolder, version: int) -> Iterator[Path]:
         yield holding
     finally:
         shutil.rmtree(holding, ignore_errors=True)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return int(process) != os.getpid()
 
 
 def _link(folder: Path, target: Path) -> None:

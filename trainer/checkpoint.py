@@ -135,6 +135,8 @@ def recover(folder: RunFolder, ledger: Ledger) -> int:
     folder.learner.mkdir(exist_ok=True)
     for unfinished in (*folder.learner.glob("*.tmp"), *folder.policies.glob("*.tmp")):
         shutil.rmtree(unfinished)
+    for unfinished in folder.all_deltas.glob("*/*.tmp"):
+        unfinished.unlink()
     latest = ledger.policy()
     if latest is None:
         raise LocalError(f"the ledger of {folder.path} knows no policy: restore the run from a backup")

@@ -255,7 +255,7 @@ def _leftovers(folder: RunFolder) -> Iterator[Finding]:
     patterns = ("policies/*.tmp", "learner/*.tmp", "deltas/*/*.tmp", ".backup-*", "*.new")
     found = sorted(str(path.relative_to(folder.path)) for pattern in patterns for path in folder.path.glob(pattern))
     if found and holder(folder) is None:
-        text = f"{', '.join(found[:5])}: of writes that were cut off; the next start clears them"
+        text = f"{', '.join(found[:5])}: of writes that were cut off; the next start, or the next back-up, clears them"
         yield Finding("leftovers", Level.OK, text)
     aside = len(list(folder.quarantine.glob("*.msgpack"))) if folder.quarantine.is_dir() else 0
     if aside:

@@ -210,6 +210,15 @@ def test_a_back_up_replaces_an_older_one_of_the_same_run_and_nothing_else(run: R
         back_up(run, run.folder.path / "copy", NOW)
 
 
+def test_what_a_killed_back_up_left_is_cleared_by_the_next(run: Run, tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for left in (run.folder.path / f".backup-{ended.pid}" / "policies", tmp_path / ".copy.making" / "keys"):
+        left.mkdir(parents=True)
+    back_up(run, tmp_path / "copy", NOW)
+    assert not list(run.folder.path.glob(".backup*")) and not list(tmp_path.glob(".copy*"))
+
+
 def test_a_back_up_that_does_not_fit_says_how_much_it_needs_and_leaves_the_last_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
