@@ -278,8 +278,7 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
         supervisor.look()
-        while supervisor.news:
-            screen.say("process", supervisor.news.pop(0))
+        _tell(supervisor, screen)
         if supervisor.gave_up:
             return DIVERGED
         for name, file, text in (("address", run.folder.address, "rlnode join "), ("page", run.folder.page, "")):
@@ -293,11 +292,17 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             found_now = summary(looking, run.config, now_ms())
             screen.show(found_now)
             if stalls.look(found_now):
+                _tell(supervisor, screen)
                 return STALLED
             if _is_done(run.config, found_now):
                 screen.say("done", f"all {run.config.steps} policy versions are made")
                 return 0
     return 0
+
+
+def _tell(supervisor: Supervisor, screen: _Screen) -> None:
+    while supervisor.news:
+        screen.say("process", supervisor.news.pop(0))
 
 
 class _Faults:
