@@ -118,12 +118,12 @@ class Neighbours:
 
     def heard(self, node: bytes, announce: messages.Announce) -> None:
         """Another node passes on that a policy is out."""
+        digest = hashlib.sha256(announce.manifest.payload).digest()
+        if digest in self._known:
+            return  # two nodes that keep in touch tell each other over both of their streams
         self._heard[node] += 1
         # SPEC 9.7: more than a few in a while are not looked at: a signature costs time to check.
         if self._heard[node] > _ANNOUNCED:
-            return
-        digest = hashlib.sha256(announce.manifest.payload).digest()
-        if digest in self._known:
             return
         before = self._follower.highest
         try:
