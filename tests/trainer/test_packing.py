@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.fabricate import make_run, one_thread
+from trainer import stepper as stepper_module
 from trainer.batch import Completion
 from trainer.config import TrainerConfig
 from trainer.packing import Pack, micro_batches, padded, plan, seen
@@ -61,6 +62,7 @@ def where(pack: Pack, place: int) -> tuple[int, int]:
     return divmod(int(pack.rows[place]), pack.ids.shape[1])
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 60), min_size=1, max_size=5)), min_size=1,
     max_size=6), st.integers(1, 400), st.booleans())  # fmt: skip
 def test_each_drawn_token_is_predicted_by_what_stood_before_it_in_its_own_completion(
@@ -94,6 +96,7 @@ def test_a_groups_prompt_is_in_a_row_once() -> None:
     assert len(packs) == 1 and packs[0].ids.shape == (1, 50 + 8 * 9)
 
 
+@settings(deadline=None)  # a busy machine is slow
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 1000))
 def test_micro_batches_hold_every_row_once_and_no_more_padded_ids_than_allowed(lengths: list[int], most: int) -> None:
     parts = micro_batches(lengths, most)
@@ -166,6 +169,14 @@ def test_gradients_are_the_same_with_gradient_checkpointing(run: Run) -> None:
     plain = gradients(run.folder, SETTINGS, completions, share=True)
     again = gradients(run.folder, replace(SETTINGS, gradient_checkpointing=True), completions, share=True)
     assert difference(plain, again) < 1e-6
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_the_same_with_logits_made_some_rows_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    completions = batch()
+    whole = gradients(run.folder, SETTINGS, completions, share=True)
+    monkeypatch.setattr(stepper_module, "LOGIT_BYTES", 1)
+    assert difference(whole, gradients(run.folder, SETTINGS, completions, share=True)) < 1e-6
 
 
 @pytest.mark.smollm2
