@@ -13,11 +13,13 @@ SEED ?= 0
 # Of each target of `make fuzz`.
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= codec frames trace proof policy delta address
+# For bench-trainer: the interpreter of an environment with TRL; without it TRL is not compared with.
+TRL_PYTHON ?=
 BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-vllm test test-slow test-crash test-smollm2 bench bench-weights controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
+.PHONY: run run-vllm test test-slow test-crash test-smollm2 bench bench-weights bench-trainer controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -45,6 +47,10 @@ bench: $(VENV)/.test $(VENV)/.run-smollm2
 # What weight distribution costs: deltas, following by them, bulk transfer, a crowd that fetches together.
 bench-weights: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench $(BIN)/python $(addprefix tests/bench/bench_,delta.py follow.py transport.py swarm.py)
+
+# The trainer's bars: the learner's step, the gateway, and the learner's step against TRL's.
+bench-trainer: $(VENV)/.test
+	scripts/bench-trainer $(BIN)/python "$(TRL_PYTHON)"
 
 # vLLM's CPU build, 3.5 GB: the engine of node/vllm_engine.py, proved where there is no GPU.
 vllm-env: $(VLLM_VENV)/.installed

@@ -16,8 +16,23 @@ _EPILOG = """exit codes:
   3    this machine failed (a full disk, memory, a process that would not start)
   4    serve: the run stalled, and starting the part that hung again did not help
   5    serve: the learner found no finite loss or gradient three times in a row: the policy is kept, look at it
+  6    plan: not enough is measured yet; it says what is missing
   130  interrupted by Ctrl-C: everything is on disk, `rltrainer serve` goes on from there
   141  whoever read the output went away (`| head`)
+"""
+
+_PLAN_EPILOG = """Ask while the run is served: how fast nodes decode is known by their heartbeats alone. All else is of
+the newest 16,384 traces. The part that holds the others up is marked; where it is another than a quarter of these
+traces ago, that is said. Times and speeds are what nodes tell of themselves.
+
+--json:
+  missing     what is not measured yet, a text each; then all else is null, and the exit code is 6
+  measured    means: *_seconds a trace (held, slot_wait, rollout, decoding, verified, audit) or a step (step_seconds),
+              shares from 0 to 1 (decoding, audited, learned), step_traces, traces_per_second, nodes, slots, auditors
+  parts       rollouts_in_flight, nodes, auditors, learner: have, wanted (null: one is all there is),
+              most_traces_per_second (null: it bounds none), busy (share of the time, or of what is wanted)
+  bottleneck  "rollouts in flight", "nodes", "auditors" or "learner"
+  moved       null, or before, now (parts) and changed: {name of a mean: [before, now]}
 """
 
 
@@ -75,6 +90,16 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", type=Path)
     status.add_argument("--json", action="store_true", help="print one JSON object")
     status.set_defaults(command=_status)
+
+    plan = commands.add_parser(
+        "plan",
+        help="how many rollouts in flight, nodes and auditors keep decoding and the learner busy, as measured",
+        epilog=_PLAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("run", type=Path)
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(command=_plan)
 
     doctor = commands.add_parser("doctor", help="what is wrong with a run folder, and what to do; changes nothing")
     doctor.add_argument("run", type=Path)
@@ -205,6 +230,30 @@ def _serve(options: argparse.Namespace) -> int:
 
     code: int = serve(options.run, as_json=options.json, moved=options.moved, wandb=options.wandb)
     return code
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from trainer import planning
+    from trainer.ledger import Ledger
+    from trainer.measured import measured
+    from trainer.rundir import open_run
+
+    run = open_run(options.run)
+    stretch = measured(Ledger(run.folder.ledger, read_only=True), run.config)
+    if lacking := planning.missing(stretch):
+        if options.json:
+            print(json.dumps({"missing": lacking, "measured": None, "parts": None, "bottleneck": None, "moved": None}))
+        else:
+            print("not enough is measured yet for a plan:")
+            print(*(f"  {each}" for each in lacking), sep="\n")
+        return 6
+    means = planning.means(stretch)
+    found = (means, planning.plan(means), planning.moved(stretch))
+    if options.json:
+        print(json.dumps(planning.as_object(*found)))
+    else:
+        print(*planning.as_table(*found), sep="\n")
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
