@@ -23,7 +23,8 @@ _EPILOG = """exit codes:
 
 _PLAN_EPILOG = """Ask while the run is served: how fast nodes decode is known by their heartbeats alone. All else is of
 the newest 16,384 traces. The part that holds the others up is marked; where it is another than a quarter of these
-traces ago, that is said. Times and speeds are what nodes tell of themselves.
+traces ago, that is said. Times and speeds are what nodes tell of themselves; one that draws in
+bursts seems slower than it is, and can be met between two: ask again.
 
 --json:
   missing     what is not measured yet, a text each; then all else is null, and the exit code is 6

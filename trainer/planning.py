@@ -63,7 +63,8 @@ class StepTimes:
 @dataclass(frozen=True, slots=True)
 class Engines:
     """All connected nodes by their last heartbeats. `drawing`, `waiting` and `tokens_per_second` are of those nodes
-    that drew: slots in use, turns that had no slot, tokens of all their slots."""
+    that drew: slots in use, turns that had no slot, tokens of all their slots. Slots are of that moment, tokens of some
+    seconds before it: a node that draws in bursts seems slower than it is."""
 
     nodes: int
     slots: int
@@ -119,7 +120,7 @@ def missing(stretch: Stretch) -> list[str]:
     if len(stretch.steps) < LEAST_STEPS:
         found.append(f"learner: {len(stretch.steps)} of {LEAST_STEPS} steps: wait for more")
     if not stretch.engines.drawing or stretch.engines.tokens_per_second <= 0:
-        found.append("decoding: no connected node draws: ask while the run is served and its nodes are at work")
+        found.append("decoding: no connected node drew at its last heartbeat: ask again while nodes are at work")
     return found
 
 

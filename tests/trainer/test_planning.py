@@ -266,7 +266,7 @@ def test_a_new_run_says_what_is_missing_and_ends_with_6(tmp_path: Path, capsys: 
     assert main(["plan", str(run.folder.path)]) == 6
     told = capsys.readouterr().out
     assert "rollouts: 0 accepted traces with their times of 16: wait for more" in told
-    assert "decoding: no connected node draws: ask while the run is served" in told
+    assert "decoding: no connected node drew at its last heartbeat" in told
     assert main(["plan", str(run.folder.path), "--json"]) == 6
     found = json.loads(capsys.readouterr().out)
     assert (len(found["missing"]), found["parts"]) == (4, None)
