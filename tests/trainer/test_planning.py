@@ -7,6 +7,7 @@ import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_where_half_of_the_traces_are_not_learned_from_twice_as_many_nodes_and_a
         ({"step_seconds": 2.0, "traces_per_second": 10.0}, ROLLOUTS),
     ],
 )
-def test_the_part_through_which_fewest_pass_is_the_bottleneck(changes: dict[str, float], bottleneck: str) -> None:
+def test_the_part_through_which_fewest_pass_is_the_bottleneck(changes: dict[str, Any], bottleneck: str) -> None:
     assert planning.plan(replace(WORKED, **changes)).bottleneck == bottleneck
 
 
@@ -145,7 +146,8 @@ def test_waiting_for_a_slot_is_no_time_of_the_environment() -> None:
 
     of = planning.means(crowded)
 
-    assert (of.slot_wait_seconds, of.decoding_seconds) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert of.slot_wait_seconds == pytest.approx(2.0)
+    assert of.decoding_seconds == pytest.approx(2.0)
     assert planning.plan(of).part(ROLLOUTS).wanted == 256
 
 
@@ -211,7 +213,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(len(digests)):
         audit_and_accept(ledger, NOW + 14_000 + number * 1_000)
     for version in range(1, 5):
-        step = StepRow(version, NOW + 12_000 + version * 8_000, 1, 8, 200, 0.5, 0, 0.0, 0, *([0.0] * 10), 8.0)
+        step = StepRow(
+            version=version, created_ms=NOW + 12_000 + version * 8_000, groups=1, traces=8, tokens=200, reward_mean=0.5,
+            flat_groups=0, staleness_mean=0.0, staleness_max=0, loss=0.0, ess=1.0, kl=0.0, masked=0.0, clipped=0.0,
+            entropy=1.0, ratio_mean=1.0, ratio_max=1.0, gradient_norm=1.0, learning_rate=1e-3, seconds=8.0,
+        )  # fmt: skip
         ledger.record_step(step, bytes([version]) * 32, [])
     generated = [len(episode.logprobs) for _, episodes in drawn for episode in episodes]
     ledger.beat_node(
