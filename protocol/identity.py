@@ -125,7 +125,7 @@ def verify(node: bytes, domain: bytes, payload: bytes, signature: bytes) -> None
 
 
 def save_identity(identity: Identity, path: Path) -> None:
-    """Write a key file (hex of the 32 private bytes, mode 0600). Never overwrites.
+    """Write a key file (hex of the 32 private bytes, mode 0600), whole or not at all. Never overwrites.
 
     Raises KeyFileError when the file exists or cannot be written.
     """
@@ -137,16 +137,24 @@ def save_identity(identity: Identity, path: Path) -> None:
         ) from None
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise KeyFileError(f"{path} exists already; move it away first, it may be somebody's identity") from None
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
         with os.fdopen(handle, "w") as file:
             file.write(identity.private_bytes.hex() + "\n")
             file.flush()
             os.fsync(file.fileno())
-    except FileExistsError:
-        raise KeyFileError(f"{path} exists already; move it away first, it may be somebody's identity") from None
-    except OSError as error:
-        raise KeyFileError(
-            f"cannot write the key file {path}: {cause(error)}: choose another place, or make room"
-        ) from None
+    except BaseException as error:
+        path.unlink(missing_ok=True)  # an empty one would look like somebody's identity
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from None
+        raise
+
+
+def _unwritable(path: Path, error: OSError) -> KeyFileError:
+    return KeyFileError(f"cannot write the key file {path}: {cause(error)}: choose another place, or make room")
 
 
 def load_identity(path: Path) -> Identity:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,31 @@ def test_a_key_that_cannot_be_written_is_a_clear_error(who: Identity, tmp_path: 
 
     with pytest.raises(KeyFileError, match="cannot write the key file"):
         save_identity(who, tmp_path / "file" / "key")
+
+
+def test_a_key_that_finds_no_room_leaves_nothing(who: Identity, small_disk: Path) -> None:
+    fill(small_disk)
+
+    with pytest.raises(KeyFileError, match="No space left on device: choose another place, or make room"):
+        save_identity(who, small_disk / "key")
+    assert not (small_disk / "key").exists()
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can make a small disk")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
 
 
 def test_the_private_key_shows_in_no_representation(who: Identity) -> None:
