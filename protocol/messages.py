@@ -288,5 +288,6 @@ def negotiate(theirs: tuple[Version, ...], ours: Version, *, their_name: str, ou
     behind = their_name if newest.major < ours.major else our_name
     raise DecodeError(
         Code.VERSION_MISMATCH,
-        f"{their_name} speaks protocol {spoken}, {our_name} speaks {ours}: upgrade {behind} (pip install -U rlcommons)",
+        f"{their_name} speaks protocol {spoken}, {our_name} speaks {ours}: "
+        f"upgrade {behind} (git pull, pip install -e .)",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Final
@@ -26,13 +27,16 @@ _CHOSEN: Final = frozenset(
 
 def cause(error: Exception) -> str:
     """What went wrong, for people: of an OSError the system's words without its number, and never "None"."""
+    if isinstance(error, shutil.Error) and error.args and isinstance(error.args[0], list):
+        why = str(error.args[0][0][2])  # of a folder that was copied: a row for each file that was not
+        return why.partition("] ")[2] or why
     said = error.strerror if isinstance(error, OSError) else None
     return said or str(error) or type(error).__name__
 
 
 def unwritable(what: str, path: Path, error: OSError) -> RLCommonsError:
     """The error to raise: UsageError where another path would do, StorageError where this machine failed."""
-    named = error.filename
+    named = error.filename2 or error.filename  # of a copy, the file that could not be written
     below = f" ({named})" if named is not None and os.fspath(path) != str(named) else ""
     told = f"{what} cannot be written to {path}: {cause(error)}{below}"
     if error.errno in FULL:

@@ -250,7 +250,7 @@ def serve(path: Path, *, as_json: bool = False, moved: bool = False, wandb: str 
     """
     run = open_run(path)
     if wandb and importlib.util.find_spec("wandb") is None:
-        raise UsageError('--wandb needs its client: pip install "rlcommons[wandb]"')
+        raise UsageError('--wandb needs its client: pip install -e ".[wandb]"')
     load_run_identity(run)
     load_secrets(run)
     run.folder.logs.mkdir(exist_ok=True)

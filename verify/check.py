@@ -21,7 +21,7 @@ from protocol.trace import Trace
 from protocol.verdict import Check, Reason
 from verify.accounting import check_run, check_signature, lease_findings
 from verify.environment import environment_findings, replay_trace
-from verify.finding import Finding, as_check, first_failure, skipped
+from verify.finding import Finding, as_check, blames, first_failure, skipped
 from verify.structure import PolicyShape, structure_findings
 
 if TYPE_CHECKING:
@@ -164,8 +164,9 @@ def not_reached() -> tuple[Check, ...]:
 def _until_failure(checks: Iterable[Check]) -> tuple[Check, ...]:
     kept: list[Check] = []
     for check in checks:
-        failed = first_failure(kept) is not None
-        kept.append(skipped(check.name, "an earlier check failed") if failed else check)
+        failed = first_failure(kept)
+        ended = failed is not None and blames(failed)
+        kept.append(skipped(check.name, "an earlier check failed") if ended else check)
     return tuple(kept)
 
 

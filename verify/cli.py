@@ -251,6 +251,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         print(json.dumps(calibration_json(calibration, options.out)))
     else:
         print_calibration(calibration)
+        print(f"written  {options.out}, signed by the key in {options.key}: keep that file to yourself")
     return 0
 
 

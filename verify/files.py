@@ -21,7 +21,7 @@ from protocol.policy import policy_root
 from protocol.run import Genesis, open_genesis, run_id
 from protocol.trace import Trace, TraceFile
 from protocol.verdict import Receipt, Verdict, check_verdict
-from verify.thresholds import above_ceilings
+from verify.thresholds import above_ceilings, limits_for
 
 # A trace, its lease with a prompt of the greatest length, and the small objects beside them.
 MAX_FILE_BYTES = MAX_TRACE_BYTES + 1024 * 1024
@@ -156,7 +156,13 @@ def misfit(calibration: Calibration, trace: Trace, run: bytes) -> str | None:
         above = above_ceilings(calibration)
     except UsageError as error:
         return str(error)
-    return None if above is None else f"its limits are above the ceilings for these dtypes: {above}"
+    if above is not None:
+        return f"its limits are above the ceilings for these dtypes: {above}"
+    if calibration.provisional and pair.worker_dtype == pair.verifier_dtype == "float32":
+        return "it is provisional, and float32 is judged by the table's limits, which need no scores"
+    if calibration.provisional and calibration.limits != limits_for(pair.worker_dtype, pair.verifier_dtype):
+        return "it is provisional, and its limits are not the table's"
+    return None
 
 
 def worker_of(trace: Trace) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from protocol.limits import MAX_TEXT_CHARACTERS
-from protocol.verdict import Check, CheckOutcome, Reason
+from protocol.verdict import NOT_JUDGED_REASONS, Check, CheckOutcome, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,15 @@ def skipped(name: str, why: str) -> Check:
 
 
 def first_failure(checks: Iterable[Check]) -> Check | None:
-    """The check whose reason a verdict carries: the first that failed, in order."""
-    return next((check for check in checks if check.outcome is CheckOutcome.FAILED), None)
+    """The check whose reason a verdict carries: the first that failed, in order. One that blames nobody (PAIR_EVIDENCE)
+    only where no other failed."""
+    failed = [check for check in checks if check.outcome is CheckOutcome.FAILED]
+    return next((check for check in failed if blames(check)), failed[0] if failed else None)
+
+
+def blames(check: Check) -> bool:
+    """Whether a check that failed is held against the node. SPEC 10.1: one that is not lets those after it go on."""
+    return check.reason not in NOT_JUDGED_REASONS
 
 
 def _finite(value: float | None) -> float | None:

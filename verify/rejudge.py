@@ -87,7 +87,10 @@ class Rejudge:
         verdicts = opened.newest()
         judged = [receipt for receipt, _ in opened.receipts if (receipt.trace_digest, receipt.node) in verdicts]
         report.undecided["traces without a verdict yet"] += len(opened.receipts) - len(judged)
-        found = self._policy(opened, report) if judged else ""
+        if not judged:
+            report.undecided["policies that no judged trace was drawn from"] += 1
+            return
+        found = self._policy(opened, report)
         if isinstance(found, str):
             report.undecided[f"traces {found}"] += len(judged)
             return

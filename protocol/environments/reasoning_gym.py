@@ -83,11 +83,11 @@ def _require_library() -> None:
     try:
         version = importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:
-        raise UsageError("the tasks of reasoning_gym need the extra: pip install 'rlcommons[reasoning-gym]'") from None
+        raise UsageError("the tasks of reasoning_gym need the extra: pip install -e '.[reasoning-gym]'") from None
     if version != LIBRARY_VERSION:
         raise UsageError(
             f"reasoning_gym {version} is installed, these tasks are those of {LIBRARY_VERSION}: "
-            "pip install 'rlcommons[reasoning-gym]'"
+            "pip install -e '.[reasoning-gym]'"
         )
 
 

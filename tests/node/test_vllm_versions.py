@@ -22,5 +22,5 @@ def test_a_vllm_of_another_version_is_refused_with_the_versions(version: str) ->
 
 
 def test_a_vllm_that_is_not_there_is_told_with_how_to_install_it() -> None:
-    with pytest.raises(EngineError, match=r'vLLM is not installed: .*pip install "rlcommons\[vllm\]"'):
+    with pytest.raises(EngineError, match=r'vLLM is not installed: .*pip install -e "\.\[vllm\]"'):
         check_version(None)

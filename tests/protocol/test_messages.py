@@ -37,7 +37,7 @@ def test_a_refused_node_reads_both_versions_and_what_to_upgrade() -> None:
 
     assert caught.value.code is Code.VERSION_MISMATCH
     assert str(caught.value) == (
-        "the node speaks protocol 1.3, the trainer speaks 2.0: upgrade the node (pip install -U rlcommons)"
+        "the node speaks protocol 1.3, the trainer speaks 2.0: upgrade the node (git pull, pip install -e .)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,8 @@ def test_what_is_said_of_an_error_has_no_number_and_is_never_none() -> None:
         unwritable("the log", Path("log"), OSError(errno.EIO, "Input/output error", "log/epochs/000001.msgpack"))
     )
     assert told.startswith("the log cannot be written to log: Input/output error (log/epochs/000001.msgpack): look at")
+
+
+def test_of_a_folder_that_could_not_be_copied_one_file_is_named() -> None:
+    rows = [(f"from/{n}", f"to/{n}", f"[Errno 28] No space left on device: 'to/{n}'") for n in range(99)]
+    assert cause(shutil.Error(rows)) == "No space left on device: 'to/0'"

@@ -153,7 +153,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(UsageError, match=r"pip install 'rlcommons\[reasoning-gym\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e '\.\[reasoning-gym\]'"):
         load("reasoning_gym:gcd@1")
 
 

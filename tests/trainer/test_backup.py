@@ -226,10 +226,51 @@ def test_a_back_up_that_does_not_fit_says_how_much_it_needs_and_leaves_the_last_
     back_up(run, target, NOW)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(backup.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(StorageError, match=r"the back-up needs .* MB, the disk of .* has 0 MB free"):
+    with pytest.raises(StorageError, match=r"the back-up needs .* [Mk]B, the disk of .* has 1 kB free: free .* more"):
         back_up(run, target, NOW + 1)
     found = read_backup(target)
     assert found is not None and found.made_ms == NOW and not list(tmp_path.glob(".copy*"))
+
+
+def test_a_run_that_does_not_fit_says_how_much_is_missing_before_anything_is_copied(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, missing = back_up(run, tmp_path / "copy", NOW).bytes, 250_000
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(backup.shutil, "disk_usage", lambda path: usage._replace(free=size - missing))
+    monkeypatch.setattr(backup.shutil, "copy2", None)
+    with pytest.raises(
+        StorageError, match=r"the run needs .*, the disk of .* free: free 2\d\d kB more there or choose"
+    ):
+        restore(tmp_path / "copy", tmp_path / "again", published=None, now_ms=NOW)
+    with pytest.raises(StorageError, match=r"the run needs .*: free 1,\d\d\d kB"):  # the policy lies there twice
+        restore(tmp_path / "copy", tmp_path / "again", published=9, now_ms=NOW)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "run"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can make a small disk")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_said_in_one_line(
+    run: Run, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back_up(run, tmp_path / "copy", NOW)
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(backup.shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))
+    with pytest.raises(StorageError, match=r"written to .*: No space left on device \(.*\): make room there") as told:
+        restore(tmp_path / "copy", small_disk / "run", published=None, now_ms=NOW)
+    assert len(str(told.value)) < 500 and str(small_disk / ".run.making") in str(told.value)
+    with pytest.raises(StorageError, match=r"(full|No space left .*): make room there or choose"):
+        back_up(run, small_disk / "again", NOW)
+    assert not list(small_disk.iterdir())
 
 
 def test_a_back_up_is_not_served_and_says_how_to_make_a_run_of_it(run: Run, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_without_the_hub_client_a_hub_policy_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UsageError, match=r"rlcommons\[hub\]"):
+    with pytest.raises(UsageError, match=r"pip install -e .\.\[hub\]"):
         make(tmp_path / "run", "hub:org/name")
 
 

@@ -170,7 +170,7 @@ def test_a_project_without_its_client_is_told_at_once(
 
     run, _ = made
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install .rlcommons\[wandb\]"):
+    with pytest.raises(UsageError, match=r"pip install -e .\.\[wandb\]"):
         serve.serve(run.folder.path, wandb="mine")
 
 

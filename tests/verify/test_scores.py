@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from protocol.calibration import Alternative, Calibration, Limits, Pair, Sample, ScoreTable, check_calibration
 from protocol.errors import UsageError
 from protocol.limits import MAX_SCORE_BINS, MAX_SCORE_NATS, NODE_EVIDENCE_NATS
+from protocol.verdict import Check, CheckOutcome, Reason
+from verify.check import _until_failure
+from verify.finding import Finding, as_check, first_failure, passed
 from verify.scores import (
     MARGIN_EDGES,
     add_scores,
@@ -302,3 +305,17 @@ def test_rounded_weights_are_told_within_32_traces_of_two_chunks() -> None:
     assert power(found, int8, random=random(18), alternatives=9).most_of <= 64
     half = np.where(random(19).random(1_000) < 0.5, int8, np.concatenate(bfloat16_like(500, 20)))
     assert power(found, half, random=random(21), alternatives=9).mean <= 128
+
+
+def test_a_check_that_blames_nobody_hides_none_that_does() -> None:
+    def failed(name: str, reason: Reason) -> Check:
+        return as_check(Finding(name, reason))
+
+    pair, proof = failed("margin score", Reason.PAIR_EVIDENCE), failed("proofs", Reason.PROOF)
+    score = failed("proof score", Reason.PROOF)
+    assert first_failure((pair, as_check(passed("logprobs")))) == pair
+    assert first_failure((pair, proof)) == proof
+    kept = _until_failure((as_check(passed("margins")), pair, as_check(passed("logprobs")), proof, score))
+    assert [each.outcome for each in kept] == [
+        CheckOutcome.PASSED, CheckOutcome.FAILED, CheckOutcome.PASSED, CheckOutcome.FAILED, CheckOutcome.SKIPPED,
+    ]  # fmt: skip
