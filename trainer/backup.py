@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -114,11 +114,11 @@ def _fill(run: Run, making: Path, now_ms: int) -> Backup:
             try:
                 # What the ledger says at one moment, and the files that it then names.
                 with ledger.snapshot(), _held(source, _latest(ledger)) as held:
+                    _check_room("the back-up", _to_copy(source, held), making)
                     ledger.copy_to(copy.ledger)
                     _copy(source, held, copy)
                     version, root, _ = ledger.policy() or (0, b"", None)
-                size = sum(path.stat().st_size for path in making.rglob("*") if path.is_file())
-                return Backup(run.run.hex(), version, root.hex(), now_ms, size)
+                return Backup(run.run.hex(), version, root.hex(), now_ms, _bytes(making))
             except _Moved:
                 copy.ledger.unlink(missing_ok=True)
     raise StorageError(f"policies of {source.path} were removed faster than they could be held: try again")
@@ -174,22 +174,52 @@ def _link(folder: Path, target: Path) -> None:
             os.link(path, target / path.name)
 
 
+def _to_copy(source: RunFolder, held: Path) -> int:
+    return _bytes(source.ledger) + _bytes(held) + sum(_bytes(source.path / name) for name in _BESIDE)
+
+
 def _copy(source: RunFolder, held: Path, copy: RunFolder) -> None:
-    needed = sum(path.stat().st_size for path in held.rglob("*") if path.is_file())
-    free = shutil.disk_usage(copy.path).free
+    for entry in held.iterdir():
+        _copy_entry(entry, copy.path / entry.name)
+    for name in _BESIDE:
+        if (source.path / name).exists():
+            _copy_entry(source.path / name, copy.path / name)
+    copy.logs.mkdir()
+
+
+def _copy_entry(entry: Path, target: Path) -> None:
+    """Raises the first OSError: shutil.copytree would go on after it, and name every file."""
+    if not entry.is_dir():
+        shutil.copy2(entry, target)
+        return
+    target.mkdir(exist_ok=True)
+    for below in entry.iterdir():
+        _copy_entry(below, target / below.name)
+    shutil.copystat(entry, target)
+
+
+def _bytes(place: Path) -> int:
+    """Of a file, or of all files below a folder; 0 of what is not there."""
+    size = 0
+    for path in place.rglob("*") if place.is_dir() else (place,):
+        with suppress(FileNotFoundError):  # a run that is served removes some
+            size += 0 if path.is_dir() else path.stat().st_size
+    return size
+
+
+def _check_room(what: str, needed: int, place: Path) -> None:
+    """Raises StorageError where the disk of the folder `place` has no `needed` bytes left."""
+    free = shutil.disk_usage(place).free
     if free < needed:
         raise StorageError(
-            f"the back-up needs {needed / 1e6:,.0f} MB, the disk of {copy.path.parent} has {free / 1e6:,.0f} MB free: "
-            "make room there or choose another place"
+            f"{what} needs {_size(needed)}, the disk of {place.parent} has {_size(free)} free: "
+            f"free {_size(needed - free)} more there or choose another place, and run it again"
         )
-    shutil.copytree(held, copy.path, dirs_exist_ok=True)
-    for name in _BESIDE:
-        path = source.path / name
-        if path.is_dir():
-            shutil.copytree(path, copy.path / name)
-        elif path.exists():
-            shutil.copy2(path, copy.path / name)
-    copy.logs.mkdir()
+
+
+def _size(count: int) -> str:
+    """Rounded up, so that what is said to be missing is enough."""
+    return f"{-(-count // 10**6):,} MB" if count >= 10**7 else f"{-(-count // 1000):,} kB"
 
 
 # --- a run again ---
@@ -219,6 +249,7 @@ def restore(source: Path, target: Path, *, published: int | None, now_ms: int) -
     load_run_identity(run)
     load_secrets(run)
     with made_whole(target) as making:
+        _check_room("the run", _to_restore(source, renumbered=published is not None), making)
         for entry in source.iterdir():
             if entry.name in _KNOWN and entry.name != "backup.json":
                 _copy_entry(entry, making / entry.name)
@@ -227,11 +258,14 @@ def restore(source: Path, target: Path, *, published: int | None, now_ms: int) -
     return Restored(open_run(target), version, passed_over)
 
 
-def _copy_entry(entry: Path, target: Path) -> None:
-    if entry.is_dir():
-        shutil.copytree(entry, target)
-    else:
-        shutil.copy2(entry, target)
+def _to_restore(source: Path, *, renumbered: bool) -> int:
+    """Bytes of the run that is made; a policy under another number, and the learner's state, lie there twice."""
+    size = _bytes(source / "ledger.sqlite-wal")
+    size += sum(_bytes(entry) for entry in source.iterdir() if entry.name in _KNOWN and entry.name != "backup.json")
+    folder = RunFolder(source)
+    if renumbered and (versions := folder.versions()):
+        size += _bytes(folder.policy(versions[-1])) + _bytes(folder.step(versions[-1]))
+    return size
 
 
 def _copy_journal(source: Path, making: Path) -> None:
@@ -284,10 +318,10 @@ def _renumber(folder: RunFolder, version: int, following: int) -> None:
     # A step that the ledger does not know, of a folder that was copied in the middle of one, counts no more.
     shutil.rmtree(folder.step(version + 1), ignore_errors=True)
     shutil.rmtree(folder.policy(version + 1), ignore_errors=True)
-    shutil.copytree(folder.policy(version), folder.policy(following))
+    _copy_entry(folder.policy(version), folder.policy(following))
     if not folder.step(version).exists():
         return
-    shutil.copytree(folder.step(version), folder.step(following))
+    _copy_entry(folder.step(version), folder.step(following))
     record = load_record(folder, version)
     renumbered = StepRecord(replace(record.row, version=following), record.root, (), record.optimiser_steps)
     try:

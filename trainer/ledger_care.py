@@ -107,7 +107,8 @@ class CareOfLedger:
                 # One file, which can be copied as such.
                 target.execute("PRAGMA journal_mode = DELETE")
         except sqlite3.Error as error:
-            raise StorageError(f"the ledger {self._path} could not be copied to {path}: {error}") from error
+            told = f"the ledger {self._path} could not be copied to {path}: {error}"
+            raise StorageError(f"{told}: make room there or choose another place, and run it again") from error
 
     # --- a run that goes on from a copy ---
 
