@@ -17,6 +17,7 @@ from protocol.net.base import Address
 from protocol.run import RunAddress
 
 GIB: Final = 1024**3
+DISK_RESERVE_BYTES: Final = GIB // 4
 ENGINES: Final = ("transformers", "vllm")
 ON_NEW_POLICY: Final = ("finish", "drop")
 
@@ -61,7 +62,7 @@ class NodeConfig:
 
     # --- disk ---
     disk_bytes: int | None = None  # most the home may hold; None: as much as the disk has
-    disk_reserve_bytes: int = GIB // 4  # left free for the rest of the machine
+    disk_reserve_bytes: int = DISK_RESERVE_BYTES  # left free for the rest of the machine
     keep_versions: int = 3  # policies kept: the one in the engine, the one before it, the next one
     keep_refused: int = 100  # refused traces kept for an appeal; each is at most 3 MiB
     log_bytes: int = 16 * 1024 * 1024  # receipts.log and verdicts.log each turn over at this size

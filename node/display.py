@@ -155,6 +155,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "policy", policy + newest
     if status.download:
         yield "fetching", status.download
+    for why in tuple(status.disk_waits.values()):
+        yield "disk", why
     yield from _sharing(status.plain())
     yield "work", _work(status.plain())
     reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
@@ -220,6 +222,8 @@ def describe_status(status: dict[str, Any]) -> str:
     if status.get("download"):
         rows.insert(5, ("fetching", status["download"]))
     rows += _sharing(status)
+    if status["running"]:
+        rows[2:2] = [("disk", why) for why in status.get("disk_waits", {}).values()]
     if status["last_refusal"]:
         rows.append(("last refusal", status["last_refusal"]))
     return "\n".join(f"{name:>12}  {value}" for name, value in rows)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from node.cards import parse_cards
-from node.config import GIB
-from node.store import key_path, lock_holder, size_text
+from node.config import DISK_RESERVE_BYTES, GIB
+from node.store import free_text, key_path, lock_holder, size_text
 from protocol import limits, messages
 from protocol.envelope import unseal
 from protocol.errors import EngineError, KeyFileError, NetError, RemoteError, UsageError
@@ -95,7 +95,7 @@ def _packages() -> Iterator[Finding]:
     text = f"Python {platform.python_version()}, protocol {spoken}, {', '.join(found)}"
     yield Finding("packages", Level.OK, text)
     if missing:
-        yield Finding("packages", Level.ACT, f"missing: {', '.join(missing)}; run pip install -U rlcommons")
+        yield Finding("packages", Level.ACT, f"missing: {', '.join(missing)}; run pip install -e .")
 
 
 def _vllm(device: str) -> Finding:
@@ -108,7 +108,7 @@ def _vllm(device: str) -> Finding:
         wanted = device != "cpu" or version is not None
         text = "not installed; the engine is transformers" if version is None else str(error)
         if version is None and wanted:
-            text += ', which is slower on a GPU: pip install "rlcommons[vllm]"'
+            text += ', which is slower on a GPU: pip install -e ".[vllm]"'
         return Finding("vllm", Level.WARNING if wanted else Level.OK, text)
     return Finding("vllm", Level.OK, f"{version}: rlnode join --engine vllm")
 
@@ -117,7 +117,7 @@ def _device(device: str) -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding("device", Level.ACT, f"torch cannot be imported ({error}): pip install -U rlcommons")
+        return Finding("device", Level.ACT, f"torch cannot be imported ({error}): pip install -e .")
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     listed = "; ".join(f"--gpu {number}: {name}" for number, name in enumerate(gpus))
     if device == "cpu":
@@ -144,9 +144,18 @@ def _disk(home: Path, manifest: Manifest | None) -> Finding:
     import shutil
 
     folder = next(each for each in (home, *home.parents) if each.exists())
-    free = shutil.disk_usage(folder).free
-    needed = _LEAST_DISK if manifest is None else manifest.size * _COPIES_ON_DISK
-    return _enough("disk", free, needed, f"free in {folder}", "free some, or use --home FOLDER on another disk")
+    free, kept = shutil.disk_usage(folder).free, DISK_RESERVE_BYTES
+    # As store.py counts: the pieces of a policy and what is made of them.
+    least = 2 * manifest.size if manifest else 0
+    wanted = manifest.size * _COPIES_ON_DISK if manifest else _LEAST_DISK
+    text = f"the disk of {folder} has {free_text(free, kept)}"
+    if free >= kept + wanted:
+        return Finding("disk", Level.OK, text)
+    more = f"free {size_text(kept + wanted - free)} more, or use --home FOLDER on another disk"
+    if free < kept + least:
+        told = f"no new policy is fetched before {size_text(kept + least - free)} more are free"
+        return Finding("disk", Level.ACT, f"{text}: {told}; better {more}")
+    return Finding("disk", Level.WARNING, f"{text}, about {size_text(wanted)} more than these may be needed: {more}")
 
 
 def _memory(manifest: Manifest | None, device: str) -> Finding:

@@ -21,7 +21,7 @@ from node.mirror import MirrorSource
 from node.neighbours import Neighbours, meeting_point
 from node.peers import Circle, PeerBook, PeerExchange, told_addresses
 from node.relaying import Relaying
-from node.report import Event, Level, Report, Status
+from node.report import Event, Level, Report, Status, noted
 from node.scout import Scout
 from node.serving import BlobServer
 from node.session import Parts, TrainerClock, TrainerLink
@@ -82,6 +82,7 @@ async def join(
     make: Callable[[NodeConfig], Engine] = make_engine,
 ) -> None:
     """Work for the run at `config.address` until `stop`. Raises the RLCommonsError that ended it."""
+    report = noted(report, status)
     with stores.Home(config.home) as home, ExitStack() as cards:
         if config.cards:
             cards.enter_context(held(chosen(config.cards, await trio.to_thread.run_sync(look))))

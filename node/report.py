@@ -95,6 +95,7 @@ class Status:
     fetched: Counter[str] = field(default_factory=Counter)  # bytes of policies by kind: node, mirror, trainer
     given_bytes: int = 0  # to other nodes, pieces of policies
     giving: Meter = field(default_factory=Meter)
+    disk_waits: dict[str, str] = field(default_factory=dict)  # what waits for the disk → why, for a person
     relays: int = 0  # that keep a place for this node; 0 where it is reached without
     tokens: Meter = field(default_factory=Meter)
     started: float = field(default_factory=time.time)
@@ -143,7 +144,21 @@ class Status:
             "fetched_bytes": {kind: self.fetched[kind] for kind in ("node", "mirror", "trainer")},
             "given_bytes": self.given_bytes,
             "giving_bytes_per_second": int(self.giving.rate()),
+            "disk_waits": dict(self.disk_waits),
             "relays": self.relays,
             "started": self.started,
             "written": time.time(),
         }
+
+
+def noted(report: Report, status: Status) -> Report:
+    """The same report, which also keeps in the status what waits for the disk."""
+
+    def note(event: Event) -> None:
+        if event.name == "storage" and "who" in event.values:
+            status.disk_waits[event.values["who"]] = event.text
+        elif event.name == "storage_over":
+            status.disk_waits.pop(event.values["who"], None)
+        report(event)
+
+    return note

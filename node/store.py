@@ -121,6 +121,12 @@ def size_text(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def free_text(free: int, kept: int) -> str:
+    """How much a disk has free, `kept` bytes of which are not for us: to be read after "the disk has"."""
+    stay = f", and keeps {size_text(kept)} free for the rest of the machine" if kept else ""
+    return f"{size_text(free)} free{stay}"
+
+
 class Log:
     """Lines appended for ever, in two files of bounded size: the log and the one before it."""
 
@@ -426,11 +432,11 @@ class RunStore:
 
     def check_space(self, needed: int, what: str) -> None:
         """Raise StorageError unless `needed` more bytes fit the disk and the budget."""
-        free = self._free_bytes(self.folder) - self._config.disk_reserve_bytes
-        if needed > free:
+        free, kept = self._free_bytes(self.folder), self._config.disk_reserve_bytes
+        if needed + kept > free:
             raise StorageError(
-                f"{what} needs {size_text(needed)}, the disk of {self.folder} has {size_text(max(0, free))} to "
-                f"spare: free {size_text(needed - max(0, free))}, or use another disk with --home FOLDER"
+                f"{what} needs {size_text(needed)}, the disk of {self.folder} has {free_text(free, kept)}: "
+                f"free {size_text(needed + kept - free)} more, or use another disk with --home FOLDER"
             )
         if self._config.disk_bytes is None:
             return

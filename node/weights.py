@@ -40,14 +40,18 @@ _SLOW_LINE: Final = 35_000  # bytes a second
 async def keep_trying(report: Report, who: str, store: Callable[..., T], *arguments: Any) -> T:
     """Wait for a disk that has no room instead of losing what is to be stored. Says so now and then."""
     tries = 0
-    while True:
-        try:
-            return await trio.to_thread.run_sync(store, *arguments)
-        except StorageError as error:
-            if tries % _STORAGE_TRIES_PER_WORD == 0:
-                report(Event("storage", f"{error} ({who} waits for it)", Level.ERROR))
-            tries += 1
-            await trio.sleep(_STORAGE_RETRY_SECONDS)
+    try:
+        while True:
+            try:
+                return await trio.to_thread.run_sync(store, *arguments)
+            except StorageError as error:
+                if tries % _STORAGE_TRIES_PER_WORD == 0:
+                    report(Event("storage", f"{error} ({who} waits for it)", Level.ERROR, {"who": who}))
+                tries += 1
+                await trio.sleep(_STORAGE_RETRY_SECONDS)
+    finally:
+        if tries:
+            report(Event("storage_over", f"{who} waits for the disk no more", Level.INFO, {"who": who}))
 
 
 def file_blobs(manifest: Manifest) -> dict[bytes, Blob]:

@@ -316,7 +316,7 @@ def test_a_disk_too_full_for_a_delta_is_told_with_how_much_is_missing(tmp_path: 
             free["bytes"], served = 1_024, trainer.blobs_served
             download.follower.offer(second.signed)
             said = await download.until_said("storage")
-            assert "policy 1 needs" in said.text and "has 1.0 KiB to spare: free" in said.text
+            assert "policy 1 needs" in said.text and "has 1.0 KiB free: free" in said.text
             assert "waits for it" in said.text
             assert trainer.blobs_served == served
 

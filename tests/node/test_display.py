@@ -9,7 +9,7 @@ import trio
 
 from node.cli import main
 from node.display import describe_status
-from node.report import Status
+from node.report import Event, Level, Status, noted
 from node.store import write_status
 from protocol.identity import Identity
 from protocol.net import memory
@@ -23,6 +23,16 @@ def rows(status: Status) -> dict[str, str]:
     text = describe_status({**status.plain(), "running": True, "process": 7})
     found = [line.strip().partition("  ") for line in text.splitlines()]
     return {name: value for name, _, value in found}
+
+
+def test_what_waits_for_the_disk_is_in_the_status_until_there_is_room() -> None:
+    status, said = Status(), []
+    report = noted(said.append, status)
+    why = "policy 7 needs 3.0 MiB, the disk of ... has 1.0 MiB free: free 2.0 MiB more (the download waits for it)"
+    report(Event("storage", why, Level.ERROR, {"who": "the download"}))
+    assert rows(status)["disk"] == why and status.plain()["disk_waits"] == {"the download": why}
+    report(Event("storage_over", "the download waits for the disk no more", values={"who": "the download"}))
+    assert "disk" not in rows(status) and len(said) == 2
 
 
 def test_a_download_and_what_came_and_was_given_are_shown_to_people_and_scripts(tmp_path: Path) -> None:

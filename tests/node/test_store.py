@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from node.config import NodeConfig
+from node import doctor
+from node.config import DISK_RESERVE_BYTES, NodeConfig
 from node.store import Home, RunStore, load_address, lock_holder, read_status, save_address, write_status, write_whole
 from protocol import codec
 from protocol.envelope import Signed, seal
@@ -304,6 +306,37 @@ def test_too_little_space_is_told_before_a_download_with_how_much_is_missing(tmp
     store = RunStore(tmp_path, config(), free_bytes=lambda folder: 1024 * 1024)
     with pytest.raises(StorageError, match=r"needs 3\.0 MiB.*has 1\.0 MiB.*free 2\.0 MiB"):
         store.check_space(3 * 1024 * 1024, "policy 7")
+
+
+def test_what_stays_for_the_rest_of_the_machine_is_said_and_counted(tmp_path: Path) -> None:
+    mib = 1024 * 1024
+    store = RunStore(tmp_path, config(disk_reserve_bytes=256 * mib), free_bytes=lambda folder: 200 * mib)
+    told = (
+        rf"policy 7 needs 3\.0 MiB, the disk of {tmp_path} has 200\.0 MiB free, and keeps 256\.0 MiB free for the "
+        r"rest of the machine: free 59\.0 MiB more, or use another disk"
+    )
+    with pytest.raises(StorageError, match=told):
+        store.make_room(3 * mib, "policy 7")
+    store = RunStore(tmp_path, config(disk_reserve_bytes=256 * mib), free_bytes=lambda folder: 259 * mib)
+    store.make_room(3 * mib, "policy 7")
+
+
+@pytest.mark.parametrize(
+    ("policies", "level", "told"),
+    [
+        (1, "act", "free, and keeps 256.0 MiB free for the rest of the machine: no new policy is fetched before "),
+        (3, "warning", "more than these may be needed: free "),
+        (6, "ok", " MiB free, and keeps 256.0 MiB"),
+    ],
+)
+def test_doctor_counts_the_disk_as_a_node_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policies: int, level: str, told: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    free = DISK_RESERVE_BYTES + policies * MANIFEST.size
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    found = doctor._disk(tmp_path, MANIFEST)
+    assert (str(found.level), told in found.text) == (level, True), found.text
 
 
 def test_the_budget_counts_what_the_home_holds_already(tmp_path: Path) -> None:

@@ -372,6 +372,7 @@ def test_a_disk_without_room_is_waited_for(
             assert trainer.blobs_served == 0
             free[0] = 10**9
             await download.until_ready(1)
+            assert (await download.until_said("storage_over")).values == {"who": "the download"}
 
     trio.run(scenario)
 
@@ -389,7 +390,9 @@ def test_a_small_disk_is_seen_before_a_byte_is_fetched_and_how_much_is_missing_i
             download.follower.offer(policy.signed)
             said = (await download.until_said("storage")).text
             needed = size_text(2 * policy.manifest.size)
-            assert re.search(rf"policy 1 needs {needed}, the disk of .* has \S+ KiB to spare: free \S+ KiB, or", said)
+            assert re.search(
+                rf"policy 1 needs {needed}, the disk of .* has \S+ KiB free: free \S+ [KM]iB more, or", said
+            )
             assert trainer.blobs_served == 0 and not list((tiny_disk / "blobs").iterdir())
 
     trio.run(scenario)
