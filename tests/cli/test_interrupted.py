@@ -30,7 +30,13 @@ def start(folder: Path, module: str, *words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, words)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=heed_interrupts,
     )  # fmt: skip
+
+
+def heed_interrupts() -> None:
+    """As in a terminal: what a script starts in the background inherits SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
