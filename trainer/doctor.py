@@ -25,7 +25,15 @@ from trainer.audit_draw import AuditChain
 from trainer.backup import read_backup
 from trainer.ledger import Ledger
 from trainer.place import copied_from, copy_advice, holder, workers
-from trainer.rundir import DISK_RESERVE_BYTES, Run, RunFolder, load_run_identity, load_secrets, open_run
+from trainer.rundir import (
+    DISK_RESERVE_BYTES,
+    Run,
+    RunFolder,
+    load_run_identity,
+    load_secrets,
+    open_run,
+    short_of_room,
+)
 
 GIB: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0
@@ -241,10 +249,8 @@ def _size_of_step(folder: RunFolder, ledger: Ledger) -> int:
 def _room(folder: RunFolder, size: int) -> Finding:
     free, needed = shutil.disk_usage(folder.path).free, DISK_RESERVE_BYTES + 2 * size
     text = f"{free / GIB:,.1f} GiB free"
-    if free < DISK_RESERVE_BYTES:
-        return Finding(
-            "disk", Level.ACT, f"{text}: below {DISK_RESERVE_BYTES / GIB:g} GiB nothing is accepted; free some"
-        )
+    if short := short_of_room(folder.path):
+        return Finding("disk", Level.ACT, short)
     if free < needed:
         text = f"{text}, {needed / GIB:,.1f} GiB are wanted for the next steps: free some, or lower keep_policies"
         return Finding("disk", Level.WARNING, text)

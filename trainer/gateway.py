@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import socket
 import sys
 from collections import Counter
@@ -47,7 +46,7 @@ from trainer.leasing import Leasing
 from trainer.network import write_network
 from trainer.office import MANIFEST_DAYS, Office, figures, open_office, sign_calibrations, sign_manifest
 from trainer.peers import PeerList
-from trainer.rundir import DISK_RESERVE_BYTES, Run, open_run
+from trainer.rundir import DISK_RESERVE_BYTES, Run, open_run, short_of_room
 from trainer.shelf import read_blob
 from trainer.visit import Visit
 
@@ -329,15 +328,13 @@ class Gateway:
             raise Refused(Code.BUSY, self._closed_because)
 
     def _look_at_disk(self) -> None:
-        free = shutil.disk_usage(self.office.run.folder.path).free
-        if free >= self._disk_reserve:
+        short = short_of_room(self.office.run.folder.path, self._disk_reserve)
+        if not short:
             if self._closed_because:
                 self._closed_because = ""
                 self._event("disk", "there is room on the disk again: traces are accepted")
         elif not self._closed_because:
-            self._closed_because = (
-                f"the trainer's disk is nearly full ({free // 2**20} MiB free): nothing is accepted until there is room"
-            )
+            self._closed_because = short
             say("gateway", self._closed_because)
             self._event("disk", self._closed_because)
 

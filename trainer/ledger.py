@@ -87,6 +87,10 @@ class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
                 "that made it, or begin a new run from the latest of its policies (`rltrainer init --policy FOLDER`)"
             )
 
+    @property
+    def folder(self) -> Path:
+        return self._path.parent
+
     @staticmethod
     def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
         db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)

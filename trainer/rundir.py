@@ -16,6 +16,7 @@ Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,18 @@ def versions_in(folder: Path) -> list[int]:
     """Which versions have a folder there, oldest first."""
     found = (path.name for path in folder.glob("*") if path.is_dir())
     return sorted(int(name) for name in found if name.isascii() and name.isdecimal())
+
+
+def short_of_room(folder: Path, reserve: int = DISK_RESERVE_BYTES) -> str:
+    """Why nothing is accepted where the disk of a run is too full for it, and how much to free; "": it is not."""
+    free = shutil.disk_usage(folder).free
+    if free >= reserve:
+        return ""
+    more = -((free - reserve) // 2**20)
+    return (
+        f"the trainer's disk is nearly full ({free // 2**20} MiB free): nothing is accepted until there is room: "
+        f"free {more:,} MiB more"
+    )
 
 
 def flush(path: Path) -> None:

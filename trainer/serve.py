@@ -13,7 +13,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from trainer.guard import Guard
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState
 from trainer.place import locked
-from trainer.rundir import DISK_RESERVE_BYTES, Run, load_run_identity, load_secrets, open_run
+from trainer.rundir import Run, load_run_identity, load_secrets, open_run, short_of_room
 from trainer.stall import AUDITORS, MOST_RESTARTS, RUN, Seen, Watch
 from trainer.summary import summary
 
@@ -273,7 +272,7 @@ def serve(path: Path, *, as_json: bool = False, moved: bool = False, wandb: str 
 
 def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> int:
     told: dict[str, str] = {}
-    faults = _Faults(looking)
+    faults, room = _Faults(looking), _Room(run.folder.path)
     stalls = _Stalls(run, looking, supervisor)
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
@@ -291,6 +290,8 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             shown = time.monotonic()
             found_now = summary(looking, run.config, now_ms())
             screen.show(found_now)
+            if room.changed():
+                screen.say("disk", room.told)
             if stalls.look(found_now):
                 _tell(supervisor, screen)
                 return STALLED
@@ -323,6 +324,21 @@ class _Faults:
         return new
 
 
+class _Room:
+    """Whether there is room on the disk: looked at here, because the ledger of a full one takes no event."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_short = False
+        self.told = ""
+
+    def changed(self) -> bool:
+        short = short_of_room(self._folder)
+        self.told = short or "there is room on the disk again: traces are accepted"
+        was, self._is_short = self._is_short, bool(short)
+        return was != self._is_short
+
+
 class _Stalls:
     """Parts that have work and do none are started again; that nothing moves at all is said."""
 
@@ -352,7 +368,7 @@ class _Stalls:
 
     def _parts(self, found: dict[str, Any]) -> Iterator[Seen]:
         folder, owed, version = self._run.folder, self._looking.owed(), found["version"]
-        if shutil.disk_usage(folder.path).free < DISK_RESERVE_BYTES:
+        if short_of_room(folder.path):
             return  # everybody waits for room, and says so
         waits = {each["part"]: each["what"] for each in found["waits"]}
         verdict = self._looking.last_verdict()

@@ -12,6 +12,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
+from trainer.rundir import short_of_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,18 @@ def waits(ledger: Ledger, config: TrainerConfig) -> list[dict[str, Any]]:
     owed, claims = ledger.owed(), ledger.claims()
     last_trace, last_verdict, last_policy = ledger.last_times()
     connected = ledger.view("SELECT COUNT(*) AS n, MAX(last_seen_ms) AS last FROM nodes WHERE connected")[0]
-    found = [_gateway(owed, last_trace, connected["n"])]
+    found = [_gateway(ledger, owed, last_trace, connected["n"])]
     found += _auditors(owed, claims, last_verdict)
     found.append(_learner(ledger, config, last_policy))
     return [asdict(each) for each in found]
 
 
-def _gateway(owed: Owed, last_trace: int, connected: int) -> Wait:
+def _gateway(ledger: Ledger, owed: Owed, last_trace: int, connected: int) -> Wait:
+    if short := short_of_room(ledger.folder):
+        said = ledger.view("SELECT at_ms, text FROM events WHERE kind = 'disk' ORDER BY id DESC LIMIT 1")
+        # A disk without a byte took no event: then the last one is older, and says that there is room.
+        since = said[0]["at_ms"] if said and "nearly full" in said[0]["text"] else None
+        return Wait("gateway", f"accepts nothing: {short}", since)
     if owed.unsigned:
         return Wait("gateway", "signs the latest policy", owed.unsigned_ms)
     if owed.received:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -12,6 +13,7 @@ from tests.trainer.fabricate import NOW, Gateway, make_run, one_thread
 from trainer.leasing import Leasing
 from trainer.ledger import Ledger
 from trainer.rundir import Run
+from trainer.serve import _Room
 from trainer.stall import MOST_RESTARTS, Seen, Stuck, Watch
 from trainer.summary import summary
 from trainer.waits import lasted, waits
@@ -88,6 +90,25 @@ def test_every_part_says_what_it_does_or_waits_for_and_since_when(made: tuple[Ru
     gateway.accept(digests)
     assert told(run, ledger)["learner"][0] == "makes policy 1"
     assert told(run, ledger)["gateway"] == ("waits for traces of 1 node", NOW)
+
+
+def test_a_trainer_below_its_disk_limit_says_that_it_accepts_nothing_and_how_much_to_free(
+    made: tuple[Run, Ledger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ledger = made
+    usage = shutil.disk_usage(run.folder.path)
+    room = _Room(run.folder.path)
+    assert not room.changed()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=200 * 2**20 + 5))
+        short = "the trainer's disk is nearly full (200 MiB free): nothing is accepted until there is room: free 56 MiB"
+        short += " more"
+        assert told(run, ledger)["gateway"] == (f"accepts nothing: {short}", None)
+        ledger.add_event(NOW + 9, "disk", short)
+        assert told(run, ledger)["gateway"] == (f"accepts nothing: {short}", NOW + 9)
+        assert room.changed() and room.told == short and not room.changed()
+    assert "accepts nothing" not in told(run, ledger)["gateway"][0]
+    assert room.changed() and "there is room" in room.told
 
 
 def test_every_node_says_what_it_does_or_waits_for(made: tuple[Run, Ledger]) -> None:
