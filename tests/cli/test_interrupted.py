@@ -14,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protocol.identity import Identity
@@ -118,3 +119,27 @@ def test_a_node_command_that_is_interrupted_ends_quietly(scratch: Path, tmp_path
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode in (130, 1) and err == "", err  # it may have ended meanwhile
+
+
+_DEMO = """
+import runpy, subprocess, sys
+child = runpy.run_path(sys.argv[1])["child"]
+print(child([sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent was killed")
+def test_what_the_demo_started_ends_with_it_when_it_is_killed() -> None:
+    demo = subprocess.Popen(
+        [sys.executable, "-c", _DEMO, ROOT / "scripts" / "run-demo"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert demo.stdout is not None and demo.stdin is not None
+    with demo.stdout, demo.stdin:
+        said = {demo.stdout.readline().strip(), demo.stdout.readline().strip()}
+        child = psutil.Process(int((said - {"here"}).pop()))
+        assert child.is_running()
+        demo.kill()
+        demo.wait()
+        assert psutil.wait_procs([child], timeout=30)[1] == []
