@@ -149,6 +149,8 @@ def _table(status: Status) -> Any:
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "state", status.state
+    if status.lost_because:
+        yield "no contact", status.lost_because
     yield "engine", status.engine or "starting"
     newest = "" if status.latest_version is None else f" (newest {status.latest_version})"
     policy = "none yet" if status.policy_version is None else str(status.policy_version)
@@ -222,6 +224,8 @@ def describe_status(status: dict[str, Any]) -> str:
     if status.get("download"):
         rows.insert(5, ("fetching", status["download"]))
     rows += _sharing(status)
+    if status["running"] and status.get("lost_because"):
+        rows.insert(3, ("no contact", status["lost_because"]))
     if status["running"]:
         rows[2:2] = [("disk", why) for why in status.get("disk_waits", {}).values()]
     if status["last_refusal"]:

@@ -69,6 +69,7 @@ class Status:
     trainer: str = ""
     state: str = "starting"  # what it is doing, in a few words
     connected: bool = False
+    lost_because: str = ""  # why it is not connected; empty: it is, or has not tried yet
     engine: str = ""
     policy_version: int | None = None  # in the engine
     latest_version: int | None = None  # published
@@ -116,6 +117,7 @@ class Status:
             "trainer": self.trainer,
             "state": self.state,
             "connected": self.connected,
+            "lost_because": self.lost_because,
             "engine": self.engine,
             "policy_version": self.policy_version,
             "latest_version": self.latest_version,

@@ -141,7 +141,7 @@ class TrainerLink:
         return len(self._take_overs) >= _TAKE_OVERS
 
     def _lost(self, error: Exception, delay: float) -> None:
-        self._status.connected = False
+        self._status.connected, self._status.lost_because = False, str(error)
         waiting = f", {len(self._store.unsent)} traces wait" if self._store.unsent else ""
         text = f"{error}; next try in {delay:.1f} s{waiting}"
         self._say("disconnected", text, Level.WARNING, retry_seconds=round(delay, 2))
@@ -180,7 +180,7 @@ class TrainerLink:
         self._joined(genesis.name, welcome)
 
     def _joined(self, name: str, welcome: messages.Welcome) -> None:
-        self._status.connected = True
+        self._status.connected, self._status.lost_because = True, ""
         self._status.state = "connected" if self._status.policy_version is None else "drawing"
         text = (
             f"joined run '{name}' at {peer_id(self._address.trainer)} ({welcome.software}, protocol "

@@ -64,6 +64,15 @@ def missing_blobs(blobs: Iterable[Blob], store: RunStore) -> tuple[Blob, ...]:
     return tuple(blob for blob in blobs if store.read_blob(blob.digest) is None)
 
 
+def _forked(manifest: Manifest, held: HeldPolicy, highest: int) -> str:
+    return (
+        f"the trainer signed two policies as version {manifest.version}: {held.root.hex()[:8]}…, which this node has, "
+        f"and now {manifest.root.hex()[:8]}…: its run was restored from an older copy as if nothing had been published "
+        f"since. Its operator restores it again, `rltrainer restore BACKUP RUN --published {highest}`; this node goes "
+        "on then"
+    )
+
+
 class PolicyFollower:
     """Keeps the newest policy on the disk. `offer` is called with each manifest the trainer shows."""
 
@@ -110,7 +119,7 @@ class PolicyFollower:
         # SPEC 8.3.4: versions only go up.
         held = self._store.held.get(manifest.version)
         if held is not None and held.root != manifest.root:
-            raise RemoteError(Code.MALFORMED, f"the trainer signed two policies as version {manifest.version}")
+            raise RemoteError(Code.MALFORMED, _forked(manifest, held, max(self.highest, manifest.version)))
         if manifest.version <= self._ready_version or manifest.version < self.highest:
             return
         if manifest.version == self.highest and held is None:

@@ -35,6 +35,14 @@ def test_what_waits_for_the_disk_is_in_the_status_until_there_is_room() -> None:
     assert "disk" not in rows(status) and len(said) == 2
 
 
+def test_why_a_node_has_no_contact_is_in_its_status() -> None:
+    why = "the trainer signed two policies as version 7: …"
+    status = Status(trainer="/ip4/…", state="connecting", lost_because=why)
+    shown = rows(status)
+    assert shown["no contact"] == why and "not connected" in shown["trainer"]
+    assert status.plain()["lost_because"] == why and "no contact" not in rows(Status())
+
+
 def test_a_download_and_what_came_and_was_given_are_shown_to_people_and_scripts(tmp_path: Path) -> None:
     """Of a node that fetches from the trainer, from another node, and gives to a third."""
     trainer, seen = SmallTrainer(), []

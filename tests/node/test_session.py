@@ -40,9 +40,11 @@ def test_a_node_keeps_trying_while_the_trainer_is_not_there_and_then_works(tmp_p
             node = w.node(address=type(address)("/memory/77", absent.identity.node, w.trainer.run))
             said = await node.until_said("disconnected", 2)
             assert "nobody listens there" in said.text and "next try in" in said.text
+            assert "nobody listens there" in node.status.lost_because
             async with w.network.host(absent.identity, listen=("/memory/77",)) as host:
                 w.trainer.serve(host)
                 await w.trainer.until(lambda: len(w.trainer.traces) >= 1)
+                assert node.status.lost_because == ""
                 await node.leave()
             assert node.failure is None
 
