@@ -79,6 +79,12 @@ def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | No
     """What a node of the ledger does or waits for: `doing`, `doing_since_ms`. `held`: see Ledger.held_slots."""
     if not node["connected"]:
         return _doing("is away", node["last_seen_ms"])
+    if latest is not None and (node["policy_version"] or 0) > latest:
+        has = node["policy_version"]
+        told = (
+            f"has policy {has}, the latest here is {latest}: was this run restored from an old copy? Restore it again"
+        )
+        return _doing(f"{told} with --published {has}", None)
     if node["slots_busy"]:
         return _doing(f"draws {node['slots_busy']} of its {node['slots_total']} slots at once", None)
     if held is not None:

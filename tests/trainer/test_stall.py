@@ -128,6 +128,8 @@ def test_every_node_says_what_it_does_or_waits_for(made: tuple[Run, Ledger]) -> 
     assert doing() == "fetches policy 0 (has told of none)"
     beats(0, 3)
     assert doing() == "draws 3 of its 8 slots at once"
+    beats(7, 3)
+    assert doing().startswith("has policy 7, the latest here is 0") and doing().endswith("with --published 7")
     beats(0, 0)
     assert doing() == "asks for a lease"
     ledger.note_node_wait(node.node, "2 groups are being drawn already", NOW)
