@@ -12,6 +12,7 @@ from contextlib import closing
 from protocol import codec
 from protocol.envelope import Signed, seal
 from protocol.errors import LocalError
+from protocol.heap import give_back
 from protocol.identity import Identity
 from protocol.log import Draw, Epoch, EpochLog, LoggedVerdict, Submission, epoch_root
 from trainer.audit_draw import AuditChain
@@ -75,7 +76,7 @@ class Registrar:
             before = ledger.seal_before(version)
         if log is None:
             raise LocalError(f"policy version {version} has no signed manifest: its epoch cannot be closed")
-        return seal(
+        signed = seal(
             self._signer,
             Epoch(
                 run=self._run.run,
@@ -90,6 +91,9 @@ class Registrar:
                 closed_ms=closed_ms,
             ),
         )
+        del log
+        give_back()
+        return signed
 
     def record(self, ledger: Ledger, signed: Signed) -> bool:
         """Close the epoch, unless something of it has moved since the draft was made; in the clerk's transaction."""
