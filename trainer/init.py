@@ -104,9 +104,7 @@ def _from_hub(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UsageError(
-            'a hub policy needs the hub client: pip install -e ".[hub]", or give a local folder'
-        ) from None
+        raise UsageError('a hub policy needs the hub client: pip install -e ".[hub]", or give a local folder') from None
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # the client lets errors of several HTTP libraries through
