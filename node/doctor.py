@@ -6,12 +6,9 @@ Not here: repairing anything.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +16,7 @@ from node.cards import parse_cards
 from node.config import DISK_RESERVE_BYTES, GIB
 from node.store import free_text, key_path, lock_holder, size_text
 from protocol import limits, messages
+from protocol.diagnosis import Finding, Level
 from protocol.envelope import unseal
 from protocol.errors import EngineError, KeyFileError, NetError, RemoteError, UsageError
 from protocol.identity import Identity, load_identity, peer_id
@@ -30,31 +28,6 @@ _LEAST_DISK: Final = GIB  # for a policy of unknown size
 _LEAST_MEMORY: Final = GIB
 _COPIES_IN_MEMORY: Final = 4  # bf16 weights become fp32 on a CPU, and the next version is read beside them
 _COPIES_ON_DISK: Final = 5  # three versions kept, and the next as pieces and whole
-
-
-class Level(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    ACT = "act"  # the node cannot work like this
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was looked at, how it is, what to do."""
-
-    what: str
-    level: Level
-    text: str
-
-    @property
-    def needs_action(self) -> bool:
-        return self.level is Level.ACT
-
-    def line(self) -> str:
-        return f"{self.level:<8} {self.what:<10} {self.text}"
-
-    def json(self) -> str:
-        return json.dumps({"what": self.what, "level": str(self.level), "text": self.text})
 
 
 def examine(home: Path, address: RunAddress | None, device: str) -> Iterator[Finding]:

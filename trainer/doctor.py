@@ -10,12 +10,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
 from protocol import codec
+from protocol.diagnosis import Finding, Level
 from protocol.envelope import Signed, unseal
 from protocol.errors import KeyFileError, LocalError, PolicyError, RLCommonsError, UsageError
 from protocol.identity import peer_id
@@ -39,31 +38,6 @@ GIB: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0
 RECENT_MS: Final = 24 * 3_600_000
 MOST_FAULTS: Final = 3
-
-
-class Level(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    ACT = "act"  # the run cannot go on like this
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line: what was looked at, how it is, what to do."""
-
-    what: str
-    level: Level
-    text: str
-
-    @property
-    def needs_action(self) -> bool:
-        return self.level is Level.ACT
-
-    def line(self) -> str:
-        return f"{self.level:<8} {self.what:<10} {self.text}"
-
-    def json(self) -> str:
-        return json.dumps({"what": self.what, "level": str(self.level), "text": self.text})
 
 
 def examine(path: Path, now_ms: int) -> Iterator[Finding]:

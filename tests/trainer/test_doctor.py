@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from protocol.diagnosis import Finding, Level
 from protocol.errors import UsageError
 from protocol.identity import Identity, save_identity
 from tests.trainer.fabricate import make_run
 from trainer import doctor
 from trainer.child import alone, now_ms
-from trainer.doctor import Finding, Level, examine
+from trainer.doctor import examine
 from trainer.ledger import Ledger
 from trainer.ledger_rows import SCHEMA_VERSION
 from trainer.place import locked
