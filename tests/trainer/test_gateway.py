@@ -820,13 +820,14 @@ async def test_scores_of_a_pair_that_nobody_measured_keep_a_trace_from_the_learn
     make_run: MakeRun, script: Script, tmp_path: Path
 ) -> None:
     async with trainer_at_work(run := make_run(audits=True)) as trainer, trainer.node("new engine") as client:
-        digest = calibrate(trainer.run, trainer.ledger, provisional=True)
+        engine = dataclasses.replace(ENGINE, dtype="bfloat16")
+        digest = calibrate(trainer.run, trainer.ledger, engine, provisional=True)
         (lease,) = await client.leases(2)
         for slot, outcome, reason in (
             (0, Outcome.ACCEPTED, None),
             (1, Outcome.NOT_JUDGED, Reason.PAIR_EVIDENCE),
         ):
-            await client.submit(script.trace(lease, slot))
+            await client.submit(dataclasses.replace(script.trace(lease, slot), engine=engine))
             while trainer.ledger.waiting_audits() == 0:
                 await client.beat()
             trainer.audit(calibration=digest, scores=(8.0, 7.0), provisional=True)
