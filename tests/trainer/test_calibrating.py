@@ -137,7 +137,8 @@ def test_a_bfloat16_pair_that_nobody_measured_is_scored_provisionally_and_blamed
     found = results(ledger)
     assert len(found) == 32 and all(first_failure(each.checks) is None and each.provisional for each in found)
     assert node_evidence((), sums_of(found)) < 0, "honest traces of an engine nobody measured clear themselves"
-    # Weights rounded to int8 pass every limit of bfloat16, each by itself.
+    # Weights rounded to int8: nearly every trace passes each limit by itself. How a processor rounds decides whether
+    # one draw in a hundred goes past the hard margin; that check stands beside the evidence, and may refuse.
     cheat = Gateway(run, ledger, seed=2, dtype="bfloat16")
     round_to_int8(cheat.actor(0).model)
     cheat.submit(cheat.draw(8, 0), engine=engine)
@@ -145,7 +146,8 @@ def test_a_bfloat16_pair_that_nobody_measured_is_scored_provisionally_and_blamed
         pass
     found = results(ledger)[32:]
     failed = [check.reason for each in found if (check := first_failure(each.checks)) is not None]
-    assert node_evidence((), sums_of(found)) > NODE_EVIDENCE_NATS and set(failed) <= {Reason.PAIR_EVIDENCE}
+    assert node_evidence((), sums_of(found)) > NODE_EVIDENCE_NATS and set(failed) <= {Reason.PAIR_EVIDENCE, Reason.MARGIN}
+    assert failed.count(Reason.MARGIN) < len(found) // 4
     name = pair_name(pair_of(engine, run.config))
     assert ledger.calibrated_pairs() == set() and len(ledger.calibrations()) == 2
     assert "rlverify calibrate --traces" in note(ledger, pair_of(engine, run.config)), name
