@@ -43,7 +43,13 @@ HOMES = {
     "reasoning_gym": ("protocol/environments/reasoning_gym_process.py",),
     "transformers": ("verify/model.py", "verify/prefill.py", "node/", "trainer/"),
     "huggingface_hub": ("trainer/init.py",),
-    "sqlite3": ("trainer/ledger.py", "trainer/ledger_log.py", "trainer/ledger_pairs.py", "trainer/ledger_care.py"),
+    "sqlite3": (
+        "trainer/ledger.py",
+        "trainer/ledger_log.py",
+        "trainer/ledger_pairs.py",
+        "trainer/ledger_use.py",
+        "trainer/ledger_care.py",
+    ),
     "wandb": ("trainer/records.py",),
     "rich": ("node/", "trainer/", "verify/"),
 }

@@ -21,7 +21,7 @@ from protocol.envelope import Signed
 from protocol.errors import LocalError
 from protocol.trace import Trace
 from trainer.advantage import ADVANTAGES, is_flat, length_penalty
-from trainer.ledger_rows import CompleteGroup, GroupOutcome, TrainingTrace
+from trainer.ledger_rows import TOO_STALE, CompleteGroup, GroupOutcome, TrainingTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def crowding(drawers: Mapping[bytes, Sequence[bytes]], *, wanted: int, share: fl
 def _unusable(outcome: GroupOutcome, version: int, staleness_limit: int) -> str:
     staleness = version - outcome.policy_version
     if staleness > staleness_limit:
-        return f"too stale: {staleness} versions behind, {staleness_limit} may be"
+        return f"{TOO_STALE}: {staleness} versions behind, {staleness_limit} may be"
     if not outcome.rewards or not all(reward is not None and math.isfinite(reward) for reward in outcome.rewards):
         return "a reward is not a number"
     return ""

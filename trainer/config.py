@@ -52,10 +52,16 @@ class TrainerConfig:
     temperature: float = 1.0  # other values bias the importance ratio unless the loss knows
     max_turn_tokens: int = 512  # tokens a model may draw in one turn; an environment may ask for fewer
     max_tokens: int = 4096  # tokens after the prompt, drawn and observed
-    lease_seconds: float = 120.0  # deadline of a lease; late ones are leased again with the same seed
+    # deadline of a lease whose completions draw up to 1,024 tokens; late ones are leased again with the same seed
+    lease_seconds: float = 120.0
+    # more for each token they may draw beyond: 20 tokens/s a completion, what a busy GPU or a CPU still does. So 4,096
+    # tokens get 274 s; 0: the same deadline for all, by which long completions are lost first
+    lease_token_seconds: float = 0.05
     node_group_share: float = 0.5  # most of a group one node may draw while others are connected
     slot_attempts: int = 4  # leases of one slot before its group is given up
-    open_groups: int = 48  # groups being drawn at once; bounds the staleness that waiting adds
+    # groups being drawn at once, up to four times as many where few of them teach something; staleness_target mostly
+    # holds fewer. Each lease reads them all: some ms for a thousand slots
+    open_groups: int = 48
 
     # audit (SPEC 10.7)
     audit_floor: float = 0.05  # least share of a node's traces that are recomputed, however many passed
@@ -95,8 +101,10 @@ class TrainerConfig:
     evaluate_every: int = 0  # versions between evaluations on held-out tasks by this machine; 0: none
     evaluate_tasks: int = 64  # of one evaluation, one completion each
     gradient_checkpointing: bool = False  # compute activations twice: a third slower, memory of one layer
-    staleness_target: int = 4  # versions; dispatch slows down beyond it
-    staleness_limit: int = 8  # versions; an older group is dropped
+    # versions between the policy that draws a group and the one that learns from it: nothing is leased that would be
+    # used later, going by what waits and is drawn before it (pacing.py). 0: the learner and the nodes take turns
+    staleness_target: int = 4
+    staleness_limit: int = 8  # versions; an older group is dropped, however it came to be so old
     steps: int = 0  # stop after so many policy versions; 0: go on
 
     stall_seconds: float = 1800.0  # a part with work that does none for so long is started again; above a step's time
@@ -125,7 +133,7 @@ class TrainerConfig:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must be above 0")
         from_zero = (
             "relay_mib_per_second", "auditor_memory_mib", "warmup_steps", "weight_decay", "loss_tokens",
-            "staleness_target", "steps",
+            "staleness_target", "steps", "lease_token_seconds",
             "log_ratio_penalty", "clip_low", "clip_high", "length_penalty", "length_ramp", "schedule_steps",
             "final_learning_rate", "lora_rank", "evaluate_every",
         )  # fmt: skip

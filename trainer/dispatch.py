@@ -1,8 +1,8 @@
 """Who gets which slots. Pure: the gateway describes the situation, `choose` says what to lease, the gateway acts.
 
 The order: slots that came free again (same seed, so the group is finished), then open groups, those of older
-policies first, then new ones. Not here: making groups and signing leases (leasing.py), how far a node is trusted
-(standing.py).
+policies first, then new ones, as far as the learner will use them soon enough. Not here: how much that is (pacing.py),
+making groups and signing leases (leasing.py), how far a node is trusted (standing.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Final
 
 from protocol import limits
 from trainer.config import TrainerConfig
-from trainer.ledger_rows import SlotState
+from trainer.ledger_rows import TOO_STALE, SlotState
+from trainer.pacing import Consumption, most_open, versions_meanwhile, why_begin_nothing
 
 SPREAD_SECONDS: Final = 5.0  # so long a group waits for other nodes before one node may draw all of it
 PROBATION_SHARE: Final = 0.25  # of one group: what a node may hold that failed an audit not long ago
@@ -47,24 +48,26 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The node that asks: for how many slots, under which policies, and what it holds already."""
+    """The node that asks: for how many slots, under which policies, and what it holds already. `trace_seconds`: from
+    lease to receipt, as its traces took lately; None where there are none."""
 
     node: bytes
     slots: int
     versions: frozenset[int]
     leased: int
     on_probation: bool
+    trace_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """`groups`: all open ones, oldest first. `others`: other trusted nodes that ask for work. `waiting`: complete
-    groups that teach something and that the learner has not taken."""
+    """`latest`: the newest policy that nodes may fetch. `groups`: all open ones, oldest first. `others`: other trusted
+    nodes that ask for work."""
 
     latest: int
     groups: tuple[GroupView, ...]
     others: int
-    waiting: int
+    consumption: Consumption
     now_ms: int
 
 
@@ -92,7 +95,7 @@ def choose(asking: Asking, situation: Situation, config: TrainerConfig) -> Plan:
     usable = _usable(asking, situation, config)
     room = min(asking.slots, _allowance(asking, situation, config) - asking.leased)
     if not usable or room <= 0:
-        return Plan((), retry_ms, _why_nothing(asking, situation, usable))
+        return Plan((), retry_ms, _why_nothing(asking, situation, config, usable))
     draft = _Draft(asking, situation, config, room)
     drawable = [group for group in situation.groups if group.version in usable]
     draft.take(drawable, _freed, config.group_size)
@@ -117,7 +120,7 @@ def stranded(
         elif pending or not free:
             continue
         elif group.version < latest and group.version not in held and age > config.lease_seconds:
-            yield group.group_id, "no node holds its policy any more"
+            yield group.group_id, f"{TOO_STALE}: no node holds its policy any more"
         elif age > _FORSAKEN_LEASES * config.lease_seconds:
             yield group.group_id, "no node would or might draw what was left of it"
 
@@ -125,18 +128,31 @@ def stranded(
 def _usable(asking: Asking, situation: Situation, config: TrainerConfig) -> frozenset[int]:
     """The versions the node holds that the learner will still want when the trace is in."""
     oldest = situation.latest - config.staleness_limit
-    return frozenset(version for version in asking.versions if oldest < version <= situation.latest)
+    in_time = situation.consumption.made + _meanwhile(asking, situation) - config.staleness_limit
+    held = asking.versions
+    return frozenset(version for version in held if oldest < version <= situation.latest and in_time <= version)
+
+
+def _meanwhile(asking: Asking, situation: Situation) -> int:
+    """Policies the learner makes while the node draws one trace."""
+    return versions_meanwhile(situation.consumption, asking.trace_seconds)
 
 
 def _allowance(asking: Asking, situation: Situation, config: TrainerConfig) -> int:
     """Slots the node may hold at once: nobody may sit on all the work that others wait for."""
     if asking.on_probation:
         return max(1, int(config.group_size * PROBATION_SHARE))
-    everything = config.open_groups * config.group_size
+    everything = most_open(situation.consumption, config) * config.group_size
     return math.ceil(everything * config.node_group_share) if situation.others else everything
 
 
-def _why_nothing(asking: Asking, situation: Situation, usable: frozenset[int]) -> str:
+def _why_nothing(asking: Asking, situation: Situation, config: TrainerConfig, usable: frozenset[int]) -> str:
+    meanwhile = _meanwhile(asking, situation)
+    if not usable and meanwhile and situation.latest in asking.versions:
+        return (
+            f"a trace takes this node {asking.trace_seconds:.0f} s, the learner makes {meanwhile} policies meanwhile, "
+            f"{config.staleness_limit} may lie between: give it fewer slots, or wait until the learner is slower"
+        )
     if not usable:
         held = ", ".join(map(str, sorted(asking.versions))) or "none"
         return f"the policy is at version {situation.latest}, this node holds {held}: fetch the latest"
@@ -213,13 +229,13 @@ class _Draft:
         if situation.latest - version > config.staleness_target:
             return f"the policy is at version {situation.latest}, this node's newest is {version}: fetch the latest"
         # Only groups this node could finish count: those of a version that no node holds any more block nobody.
-        counted = sum(
+        counted = len(self._new) + sum(
             group.version in self._asking.versions or all(slot.state is not SlotState.FREE for slot in group.slots)
             for group in situation.groups
         )
-        if counted + len(self._new) >= config.open_groups:
-            return f"{config.open_groups} groups are being drawn already"
-        enough = max(1, config.staleness_target) * config.groups_per_step
-        if situation.waiting >= enough:
-            return f"{situation.waiting} complete groups wait for the learner: more would grow stale"
+        paced = why_begin_nothing(situation.consumption, counted, version, config)
+        if paced:
+            return paced
+        if counted >= most_open(situation.consumption, config):
+            return f"{counted} groups are being drawn already"
         return ""

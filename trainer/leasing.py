@@ -20,7 +20,8 @@ from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.messages import GetLeases, LeasesReply
 from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choose, stranded
 from trainer.ledger import Ledger
-from trainer.ledger_rows import GroupRow, GroupState, LeaseState, OpenSlot
+from trainer.ledger_rows import TOO_STALE, GroupRow, GroupState, LeaseState, OpenSlot
+from trainer.pacing import lease_seconds
 from trainer.rundir import Run
 from trainer.shelf import Shelf
 from trainer.standing import standing
@@ -64,7 +65,14 @@ class Leasing:
         audits = self._ledger.latest_audits(node, self._ledger.last_verdict())
         on_probation = standing(audits, self._config).on_probation
         self._asks[node] = Ask(now_ms, frozenset(request.versions), on_probation)
-        asking = Asking(node, request.slots, frozenset(request.versions), self._ledger.leased_slots(node), on_probation)
+        asking = Asking(
+            node,
+            request.slots,
+            frozenset(request.versions),
+            self._ledger.leased_slots(node),
+            on_probation,
+            self._ledger.trace_seconds(node, now_ms),
+        )
         plan = choose(asking, self._situation(node, connected, now_ms), self._config)
         leases, cause = self._issue(node, plan.grants, now_ms)
         why = (cause or plan.cause)[: limits.MAX_TEXT_CHARACTERS]
@@ -91,7 +99,7 @@ class Leasing:
             latest=self._shelf.latest,
             groups=tuple(self._groups()),
             others=len(trusted - {node}),
-            waiting=self._ledger.count_informative(),
+            consumption=self._ledger.consumption(now_ms),
             now_ms=now_ms,
         )
 
@@ -203,11 +211,18 @@ class Leasing:
             max_turn_tokens=group.max_turn_tokens,
             max_tokens=self._config.max_tokens,
             issued_ms=now_ms,
-            deadline_ms=now_ms + int(self._config.lease_seconds * 1000),
+            deadline_ms=now_ms + int(lease_seconds(self._config, self._most_drawn(group)) * 1000),
         )
         signed = seal(self._signer, lease)
-        self._ledger.add_lease(lease.lease_id, node, group.group_id, slots, codec.encode(signed), lease.deadline_ms)
+        self._ledger.add_lease(
+            lease.lease_id, node, group.group_id, slots, codec.encode(signed), now_ms, lease.deadline_ms
+        )
         return signed
+
+    def _most_drawn(self, group: GroupRow) -> int:
+        """Tokens that a completion of it may draw."""
+        turns = self._stock.turns(group.environment, group.parameters)
+        return min(self._config.max_tokens, turns * group.max_turn_tokens)
 
     # --- taking back ---
 
@@ -227,7 +242,7 @@ class Leasing:
         """Give up groups that nobody will finish or that the learner may not use any more."""
         oldest = self._shelf.latest - self._config.staleness_limit
         limit = self._config.staleness_limit
-        self._ledger.drop_stale_groups(oldest, f"older than {limit} policy versions")
+        self._ledger.drop_stale_groups(oldest, f"{TOO_STALE}: more than {limit} versions behind")
         if not self._ledger.count_groups(GroupState.OPEN):
             return
         held = frozenset(version for node in connected if node in self._asks for version in self._asks[node].versions)

@@ -56,13 +56,14 @@ from trainer.ledger_rows import (
     u64_bytes,
     u64_of,
 )
+from trainer.ledger_use import UseOfLedger
 from verify.standing import WINDOW
 
 ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
+class Ledger(LogOfRun, PairsOfLedger, UseOfLedger, CareOfLedger):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -295,12 +296,14 @@ class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
         group_id: bytes,
         slots: Sequence[int],
         signed: bytes,
+        issued_ms: int,
         deadline_ms: int,
     ) -> None:
         with self.write():
+            of_group = "(SELECT policy_version FROM groups WHERE group_id = ?)"
             self._db.execute(
-                "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, (SELECT policy_version FROM groups WHERE group_id = ?))",
-                (lease_id, node, group_id, signed, deadline_ms, LeaseState.OPEN, group_id),
+                f"INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, {of_group})",
+                (lease_id, node, group_id, signed, issued_ms, deadline_ms, LeaseState.OPEN, group_id),
             )
             self._db.executemany(
                 "UPDATE slots SET state = ?, node = ?, lease_id = ?, attempts = attempts + 1 "
@@ -339,12 +342,12 @@ class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
             if row is None:
                 return 0
             self._db.execute("UPDATE leases SET state = ? WHERE lease_id = ?", (state, lease_id))
+            column = "expired" if state is LeaseState.EXPIRED else "returned"
             freed = self._db.execute(
-                "UPDATE slots SET state = ?, node = NULL, lease_id = NULL "
+                f"UPDATE slots SET state = ?, node = NULL, lease_id = NULL, {column} = {column} + 1 "
                 "WHERE group_id = ? AND lease_id = ? AND state = ?",
                 (SlotState.FREE, row[1], lease_id, SlotState.LEASED),
             ).rowcount
-            column = "expired" if state is LeaseState.EXPIRED else "returned"
             self._db.execute(f"UPDATE nodes SET {column} = {column} + ? WHERE node = ?", (freed, row[0]))
             return freed
 
@@ -774,16 +777,6 @@ class Ledger(LogOfRun, PairsOfLedger, CareOfLedger):
         )
         grouped = itertools.groupby(rows, key=lambda row: (row[0], row[1]))
         return [GroupOutcome(*key, tuple(row[2] for row in members)) for key, members in grouped]
-
-    def count_informative(self) -> int:
-        """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
-        for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
-        count: int = self._db.execute(
-            f"SELECT COUNT(*) FROM (SELECT 1 FROM groups g CROSS JOIN {OF_GROUP} ON s.group_id = g.group_id "
-            "WHERE g.state = ? AND s.state = ? GROUP BY g.group_id HAVING MIN(s.reward) < MAX(s.reward))",
-            (GroupState.COMPLETE, SubmissionState.ACCEPTED),
-        ).fetchone()[0]
-        return count
 
     def training_groups(self, group_ids: Sequence[bytes]) -> list[CompleteGroup]:
         """Groups that are still complete, of those named, with their accepted traces, in the order named."""

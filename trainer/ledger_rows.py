@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 SCHEMA = """
 CREATE TABLE policies (
@@ -35,11 +35,13 @@ CREATE INDEX groups_by_state ON groups(state, created_ms);
 CREATE TABLE slots (
     group_id BLOB NOT NULL, slot INTEGER NOT NULL, seed BLOB NOT NULL, state TEXT NOT NULL,
     node BLOB, lease_id BLOB, attempts INTEGER NOT NULL DEFAULT 0, digest BLOB,
+    -- of the leases of it (attempts), so many ran out or were given back without an answer
+    expired INTEGER NOT NULL DEFAULT 0, returned INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (group_id, slot)
 ) WITHOUT ROWID;
 CREATE TABLE leases (
     lease_id BLOB PRIMARY KEY, node BLOB NOT NULL, group_id BLOB NOT NULL, signed BLOB NOT NULL,
-    deadline_ms INTEGER NOT NULL, state TEXT NOT NULL,
+    issued_ms INTEGER NOT NULL, deadline_ms INTEGER NOT NULL, state TEXT NOT NULL,
     policy_version INTEGER NOT NULL     -- its group's; the rowid is the order of issue
 );
 CREATE INDEX leases_by_deadline ON leases(state, deadline_ms);
@@ -373,6 +375,8 @@ SUBMISSION_COLUMNS = (
     "s.state, s.reward, s.attempts, s.checks, s.audit, s.trace, l.signed, s.receipt, s.judged_by, s.died_of, s.reaudit"
 )
 
+
+TOO_STALE = "too stale"  # so begins the cause of a group that was dropped for the age of its policy
 
 # The tables of an epoch's items, and what says which epoch.
 OF_EPOCH = (("leases", "policy_version"), ("submissions", "policy_version"), ("verdicts", "epoch"))

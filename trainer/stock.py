@@ -87,6 +87,10 @@ class Stock:
             self._changed.notify_all()
             return self._ready.popleft() if self._ready else None
 
+    def turns(self, environment: str, parameters: str) -> int:
+        """Turns that a completion has at most."""
+        return self._environments[environment, parameters].max_turns
+
     def fault(self) -> EnvironmentFault | None:
         """The latest failure of an environment since the last call, whose task was passed over."""
         with self._changed:

@@ -249,7 +249,8 @@ class Gateway:
                 self.ledger.add_group(group, [episode.seed for episode in episodes])
                 signed = codec.encode(seal(self.trainer, lease))
                 slots = range(group.size)
-                self.ledger.add_lease(lease.lease_id, self.node.node, group.group_id, slots, signed, lease.deadline_ms)
+                times = (lease.issued_ms, lease.deadline_ms)
+                self.ledger.add_lease(lease.lease_id, self.node.node, group.group_id, slots, signed, *times)
                 for slot, episode in enumerate(episodes):
                     trace = self.trace(lease, slot, episode, **everywhere, **(changes or {}).get(len(digests), {}))
                     digests.append(self._receive(group, lease, slot, trace, float(episode.reward or 0.0)))

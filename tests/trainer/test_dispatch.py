@@ -22,6 +22,7 @@ from trainer.dispatch import (
     stranded,
 )
 from trainer.ledger_rows import SlotState
+from trainer.pacing import Consumption
 
 CONFIG = TrainerConfig(group_size=8, open_groups=4, groups_per_step=2, node_group_share=0.5, slot_attempts=3)
 NOW = 1_000_000
@@ -32,8 +33,12 @@ def asking(node: bytes = A, slots: int = 16, versions: tuple[int, ...] = (5,), *
     return dataclasses.replace(Asking(node, slots, frozenset(versions), 0, False), **changes)  # type: ignore[arg-type]
 
 
-def situation(*groups: GroupView, **changes: object) -> Situation:
-    return dataclasses.replace(Situation(5, groups, 0, 0, NOW), **changes)  # type: ignore[arg-type]
+def situation(*groups: GroupView, waiting: int = 0, **changes: object) -> Situation:
+    """Every complete group so far has taught something, unless `consumption` says otherwise."""
+    latest = changes.get("latest", 5)
+    assert isinstance(latest, int)
+    base = Situation(latest, groups, 0, Consumption(latest, waiting), NOW)
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
 def slot(index: int, state: SlotState = SlotState.FREE, **changes: object) -> SlotView:
@@ -143,11 +148,56 @@ def test_no_new_group_begins_under_a_policy_beyond_the_staleness_target() -> Non
     assert "newest is 2" in plan.cause
 
 
-def test_no_new_group_begins_while_enough_wait_for_the_learner() -> None:
-    enough = CONFIG.staleness_target * CONFIG.groups_per_step
-    assert choose(asking(), situation(waiting=enough - 1), CONFIG).grants
+def test_no_new_group_begins_while_what_is_before_it_lasts_beyond_the_staleness_target() -> None:
+    enough = (CONFIG.staleness_target + 1) * CONFIG.groups_per_step
+    assert len(choose(asking(), situation(waiting=enough - 1), CONFIG).grants) == 1
     plan = choose(asking(), situation(waiting=enough), CONFIG)
-    assert plan.grants == () and "wait for the learner" in plan.cause
+    assert plan.grants == ()
+    assert plan.cause == (
+        "waiting for the learner: 10 groups wait, 0 in flight, enough for 5 steps (staleness_target 4)"
+    )
+
+
+def test_groups_being_drawn_are_before_it_as_much_as_those_that_wait() -> None:
+    drawn = [group(n, *(slot(i, SlotState.LEASED) for i in range(8))) for n in range(3)]
+    assert choose(asking(), situation(*drawn, waiting=6), CONFIG).grants
+    plan = choose(asking(), situation(*drawn, waiting=7), CONFIG)
+    assert plan.grants == () and "7 groups wait, 3 in flight" in plan.cause
+
+
+def test_a_node_that_holds_an_older_policy_begins_less() -> None:
+    waiting = situation(latest=6, waiting=CONFIG.staleness_target * CONFIG.groups_per_step)
+    assert choose(asking(versions=(6,)), waiting, CONFIG).grants
+    assert "wait" in choose(asking(versions=(5,)), waiting, CONFIG).cause
+
+
+def test_a_policy_that_is_made_and_not_yet_signed_counts() -> None:
+    config = dataclasses.replace(CONFIG, staleness_target=0)
+    being_published = situation(consumption=Consumption(made=6, waiting=0))
+    plan = choose(asking(), being_published, config)
+    assert plan.grants == () and "policy 6 is being published" in plan.cause
+    assert choose(asking(), situation(consumption=Consumption(made=5, waiting=0)), config).grants
+
+
+def test_where_few_groups_teach_something_more_of_them_are_begun() -> None:
+    few = Consumption(made=5, waiting=0, taught=5, judged=100)
+    drawn = [group(n, *(slot(i, SlotState.LEASED) for i in range(8))) for n in range(CONFIG.open_groups)]
+    assert choose(asking(), situation(*drawn, consumption=few), CONFIG).grants
+    drawn = [group(n, *(slot(i, SlotState.LEASED) for i in range(8))) for n in range(4 * CONFIG.open_groups)]
+    assert "being drawn already" in choose(asking(), situation(*drawn, consumption=few), CONFIG).cause
+
+
+def test_a_node_gets_nothing_that_it_would_hand_in_too_late() -> None:
+    fast = Consumption(made=5, waiting=0, steps_per_second=0.1)
+    started = group(1, *(slot(i, SlotState.LEASED) for i in range(4)), *(slot(i) for i in range(4, 8)), version=4)
+    just = choose(asking(trace_seconds=79.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    assert slots_of(just.grants, started.group_id), "seven steps and one behind are eight"
+    late = choose(asking(trace_seconds=80.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    assert {grant.version for grant in late.grants} == {5}
+    never = choose(asking(trace_seconds=90.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    assert never.grants == () and "takes this node 90 s, the learner makes 9 policies" in never.cause
+    unhurried = dataclasses.replace(fast, steps_per_second=0.0)
+    assert choose(asking(trace_seconds=90.0), situation(consumption=unhurried), CONFIG).grants
 
 
 def test_open_groups_are_bounded() -> None:
@@ -248,7 +298,7 @@ def test_whatever_the_situation_the_plan_holds_free_slots_once_and_no_more_than_
         for n, (version, slots) in enumerate(drawn)
     )
     ask = Asking(A, wanted, versions, 0, on_probation)
-    plan = choose(ask, Situation(6, groups, others, 0, NOW), CONFIG)
+    plan = choose(ask, Situation(6, groups, others, Consumption(6, 0), NOW), CONFIG)
     given_out = [(grant.group_id, index) for grant in plan.grants if grant.group_id for index in grant.slots]
     assert len(given_out) == len(set(given_out))
     assert sum(len(grant.slots) for grant in plan.grants) <= wanted
@@ -279,7 +329,8 @@ def test_a_group_that_somebody_still_works_on_is_kept(state: SlotState) -> None:
 
 
 def test_a_group_whose_policy_no_node_holds_any_more_is_given_up_after_a_lease() -> None:
-    assert causes(group(1, version=4, age=CONFIG.lease_seconds + 1)) == {1: "no node holds its policy any more"}
+    gone = {1: "too stale: no node holds its policy any more"}
+    assert causes(group(1, version=4, age=CONFIG.lease_seconds + 1)) == gone
     assert causes(group(1, version=4, age=CONFIG.lease_seconds - 1)) == {}
     assert causes(group(1, version=4, age=CONFIG.lease_seconds + 1), held=(4, 5)) == {}
     assert causes(group(1, version=5, age=CONFIG.lease_seconds + 1), held=()) == {}, "nodes may be away for a while"

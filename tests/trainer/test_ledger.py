@@ -69,7 +69,7 @@ def test_numbers_of_64_bits_survive(ledger: Ledger) -> None:
 
 def test_a_group_is_complete_when_its_last_slot_is_accepted(ledger: Ledger) -> None:
     add_group(ledger)
-    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 1, 100)
     judge(ledger, submit(ledger, 0), SubmissionState.ACCEPTED, reward=0.0)
     assert ledger.count_groups(GroupState.COMPLETE) == 0
     assert ledger.lease(b"L" * 16) == (NODE, b"signed", LeaseState.OPEN)
@@ -81,7 +81,7 @@ def test_a_group_is_complete_when_its_last_slot_is_accepted(ledger: Ledger) -> N
 
 def test_a_refused_slot_is_free_again_with_its_seed_and_remembers_who_was_refused(ledger: Ledger) -> None:
     add_group(ledger)
-    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 100)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 1, 100)
     judge(ledger, submit(ledger, 0), SubmissionState.REFUSED)
     slot = ledger.slots_of(GROUP)[0]
     assert (slot.state, slot.node, slot.seed, slot.attempts) == (SlotState.FREE, None, 2**64 - 1, 1)
@@ -90,7 +90,7 @@ def test_a_refused_slot_is_free_again_with_its_seed_and_remembers_who_was_refuse
 
 def test_a_verdict_on_a_copy_does_not_touch_the_one_on_the_original(ledger: Ledger) -> None:
     add_group(ledger)
-    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 100)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0], b"signed", 1, 100)
     digest = submit(ledger, 0)
     judge(ledger, digest, SubmissionState.ACCEPTED)
     ledger.add_verdict(OTHER, digest, SubmissionState.REFUSED, "SIGNATURE", False, 30, b"refusal")
@@ -115,7 +115,7 @@ def test_the_latest_audits_of_a_node_come_newest_first(ledger: Ledger) -> None:
 
 def test_only_what_may_still_be_learned_from_is_judged_again(ledger: Ledger) -> None:
     add_group(ledger)
-    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 1, 100)
     digests = [submit(ledger, slot) for slot in (0, 1)]
     for digest in digests:
         row = ledger.submission(digest)
@@ -141,7 +141,7 @@ def test_only_what_may_still_be_learned_from_is_judged_again(ledger: Ledger) -> 
 
 def test_bodies_of_old_traces_are_forgotten_and_everything_else_is_kept(ledger: Ledger) -> None:
     add_group(ledger)
-    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 100)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 1, 100)
     digests = [submit(ledger, slot) for slot in (0, 1)]
     for digest in digests:
         judge(ledger, digest, SubmissionState.ACCEPTED)
