@@ -37,13 +37,16 @@ class SequenceRequest:
 class TurnDone:
     """The model's turn is over: `stopped` says that the last token is a stop token, else the turn is full.
 
-    logprobs: log-probability of each token at the request's temperature, without the noise.
+    logprobs: log-probability of each token at the request's temperature, without the noise. `queued`, `prefill`:
+    seconds of the turn before its prefill began, and in it.
     """
 
     key: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     stopped: bool
+    queued: float = 0.0
+    prefill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from node.engine import SequenceRequest
+from node.engine import SequenceRequest, TurnDone
 from node.engine_thread import EngineThread
 from node.leases import SlotWork
 from node.store import HeldPolicy
@@ -21,6 +21,7 @@ from protocol.envelope import Signed, seal
 from protocol.environments import rollout
 from protocol.errors import DecodeError, EngineError
 from protocol.identity import Identity
+from protocol.messages import Timing
 from protocol.trace import EngineDescriptor, Span, SpanKind, Trace
 
 
@@ -32,6 +33,16 @@ class _Turns:
     logprobs: list[float] = field(default_factory=list)
     replies: tuple[str, ...] = ()
     seconds: float = 0.0  # in the engine, with waiting for a slot
+    queued: float = 0.0  # of these, for a slot
+    prefill: float = 0.0  # of these
+    tools: float = 0.0  # seconds, for the environment
+
+    def add(self, turn: TurnDone, seconds: float) -> None:
+        self.seconds += seconds
+        self.queued += turn.queued
+        self.prefill += turn.prefill
+        self.spans.append((SpanKind.GENERATED, turn.tokens))
+        self.logprobs.extend(turn.logprobs)
 
     @property
     def used(self) -> int:
@@ -40,10 +51,20 @@ class _Turns:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A completion, and the seconds that it was in the engine."""
+    """A completion, and the seconds that it was in the engine: of these `queued` for a slot and `prefill`. `tools`:
+    seconds that it waited for its environment."""
 
     trace: Trace
     in_turns: float
+    queued: float
+    prefill: float
+    tools: float
+
+    def timing(self, waited: float) -> Timing:
+        """As the trainer is told. `waited`: seconds from the lease until this was begun."""
+        decode = self.in_turns - self.queued - self.prefill
+        parts = (waited, self.queued, self.prefill, decode, self.tools)
+        return Timing(*(min(2**32 - 1, max(0, round(1000 * each))) for each in parts))
 
 
 async def draw(
@@ -63,7 +84,9 @@ async def draw(
     environment = await tasks.environment(lease)
     turns = await _play(engine, work, held, tasks)
     proofs = await engine.finish(work.key)
+    asked = trio.current_time()
     reward = await tasks.ask(lease, environment.reward, lease.task_index, turns.replies)
+    turns.tools += trio.current_time() - asked
     trace = Trace(
         run=lease.run,
         lease_id=lease.lease_id,
@@ -80,7 +103,7 @@ async def draw(
         started_ms=started_ms,
         finished_ms=now_ms(),
     )
-    return Drawn(trace, turns.seconds)
+    return Drawn(trace, turns.seconds, turns.queued, turns.prefill, turns.tools)
 
 
 async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: Tasks) -> _Turns:
@@ -92,9 +115,8 @@ async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: T
     began = trio.current_time()
     turn = await engine.first_turn(SequenceRequest(work.key, lease.prompt, work.seed, lease.temperature, budget))
     while True:
-        turns.seconds += trio.current_time() - began
-        turns.spans.append((SpanKind.GENERATED, turn.tokens))
-        turns.logprobs.extend(turn.logprobs)
+        over = trio.current_time()
+        turns.add(turn, over - began)
         reply = rollout.reply_text(tokenizer, turn.tokens)
         turns.replies = (*turns.replies, reply or "")
         if reply is None:
@@ -102,11 +124,12 @@ async def _play(engine: EngineThread, work: SlotWork, held: HeldPolicy, tasks: T
         observed = await tasks.ask(
             lease, rollout.next_observation, environment, tokenizer, lease.task_index, turns.replies
         )
+        began = trio.current_time()
+        turns.tools += began - over
         if observed is None or not rollout.has_room(observed, lease.max_tokens, turns.used):
             return turns
         turns.spans.append((SpanKind.OBSERVED, observed))
         budget = rollout.turn_budget(lease.max_turn_tokens, lease.max_tokens, turns.used)
-        began = trio.current_time()
         turn = await engine.next_turn(work.key, observed, budget)
 
 

@@ -25,16 +25,18 @@ class _State(Enum):
 class _Held:
     lease: Lease
     slots: dict[int, _State]
+    taken: float = 0.0
     cause: str | None = None  # set once it is to be given back
 
 
 @dataclass(frozen=True, slots=True)
 class SlotWork:
-    """One completion to draw."""
+    """One completion to draw. `taken`: when the lease was, by the clock of whoever took it."""
 
     lease: Lease
     slot: int
     seed: int
+    taken: float = 0.0
 
     @property
     def key(self) -> str:
@@ -57,16 +59,16 @@ class LeaseBook:
     _held: dict[bytes, _Held] = field(default_factory=dict)
     _returns: deque[GiveBack] = field(default_factory=deque)
 
-    def take(self, lease: Lease) -> bool:
+    def take(self, lease: Lease, now: float = 0.0) -> bool:
         """Hold a lease. False when it is held already."""
         if lease.lease_id in self._held:
             return False
-        self._held[lease.lease_id] = _Held(lease, {slot.index: _State.WAITING for slot in lease.slots})
+        self._held[lease.lease_id] = _Held(lease, {slot.index: _State.WAITING for slot in lease.slots}, now)
         return True
 
     def resume(self, lease: Lease, unsent: Iterable[int], cause: str) -> None:
         """Hold a lease of an earlier process: only what it finished counts, the rest is given back."""
-        held = _Held(lease, dict.fromkeys(unsent, _State.UNSENT), cause)
+        held = _Held(lease, dict.fromkeys(unsent, _State.UNSENT), cause=cause)
         self._held[lease.lease_id] = held
         self._return_if_due(held)
 
@@ -78,7 +80,7 @@ class LeaseBook:
             for slot in held.lease.slots:
                 if held.slots.get(slot.index) is _State.WAITING:
                     held.slots[slot.index] = _State.DRAWING
-                    return SlotWork(held.lease, slot.index, slot.seed)
+                    return SlotWork(held.lease, slot.index, slot.seed, held.taken)
         return None
 
     def drawn(self, lease_id: bytes, slot: int) -> None:

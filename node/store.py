@@ -35,6 +35,7 @@ from protocol import codec, identity, limits
 from protocol.envelope import Signed
 from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError, UsageError
 from protocol.lease import Lease
+from protocol.messages import Timing
 from protocol.outputs import cause
 from protocol.policy import Delta, Manifest, PolicyFile, policy_root
 from protocol.policy_delta import fill
@@ -316,12 +317,13 @@ def _held(folder: Path, signed: Signed) -> HeldPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """A signed trace that has no receipt yet."""
+    """A signed trace that has no receipt yet. `timing` is not on the disk: None once the node was started again."""
 
     digest: bytes
     lease_id: bytes
     slot: int
     policy_version: int
+    timing: Timing | None = None
 
 
 def half_written(folder: Path) -> Iterator[Path]:
@@ -636,11 +638,11 @@ class RunStore:
 
     # --- traces on their way ---
 
-    def put_trace(self, signed: Signed, trace: Trace) -> Unsent:
+    def put_trace(self, signed: Signed, trace: Trace, timing: Timing | None = None) -> Unsent:
         """Keep a signed trace until it has a receipt. On the disk when this returns."""
         digest = signed.digest
         write_whole(self._outbox / f"{digest.hex()}.trace", codec.encode(signed), "keeping a finished trace")
-        unsent = Unsent(digest, trace.lease_id, trace.slot, trace.policy_version)
+        unsent = Unsent(digest, trace.lease_id, trace.slot, trace.policy_version, timing)
         with self._changing:
             self.unsent = {**self.unsent, digest: unsent}
         return unsent

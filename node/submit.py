@@ -68,7 +68,9 @@ class Submitter:
     async def _submit(self, asker: Asker, unsent: Unsent) -> None:
         try:
             signed = await trio.to_thread.run_sync(self._store.read_trace, unsent.digest)
-            reply = await asker.patiently(messages.Submit(signed), messages.Submitted, "submitting a trace")
+            reply = await asker.patiently(
+                messages.Submit(signed, unsent.timing), messages.Submitted, "submitting a trace"
+            )
         except Refused as error:
             if error.code in FATAL or error.code == Code.UNEXPECTED_MESSAGE:
                 raise

@@ -9,6 +9,7 @@ beyond floating-point noise. Not here: which tokens the noise picks (verify/samp
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -55,10 +56,13 @@ class _Sequence:
     turn_start: int  # index in ids of this turn's first drawn token
     turn_end: int  # ids are this many when the turn is full
     since: int  # step at which it began to wait for its prefill
+    asked: float  # when that was, by the monotonic clock
     state: _State = _State.PREFILL
     cached: int = 0
     drawn: int = 0  # generated tokens of all turns
     logprobs: list[float] = field(default_factory=list)  # of this turn
+    queued: float = 0.0  # seconds of this turn
+    prefill: float = 0.0
     proofs: list[bytes] = field(default_factory=list)
 
 
@@ -162,6 +166,7 @@ class TransformersEngine:
             turn_start=start,
             turn_end=start + request.max_new_tokens,
             since=self._steps,
+            asked=time.monotonic(),
         )
         self._open[request.key] = sequence
         self._queue.append(sequence)
@@ -184,8 +189,8 @@ class TransformersEngine:
         self._check_room(start, max_new_tokens)
         sequence.ids.extend(observed)
         sequence.turn_start, sequence.turn_end = start, start + max_new_tokens
-        sequence.logprobs = []
-        sequence.state, sequence.since = _State.PREFILL, self._steps
+        sequence.logprobs, sequence.queued, sequence.prefill = [], 0.0, 0.0
+        sequence.state, sequence.since, sequence.asked = _State.PREFILL, self._steps, time.monotonic()
         if sequence not in self._seats:
             self._queue.append(sequence)
 
@@ -299,6 +304,7 @@ class TransformersEngine:
     def _prefill_part(self, part: Sequence[_Sequence], *, fresh: bool) -> tuple[TurnDone, ...]:
         """All `fresh` (no past) or none. Sequences of a group share their prompt: it is computed once."""
         model = self._ready()
+        began = time.monotonic()
         leader_of: dict[tuple[int, ...], int] = {}
         if fresh:
             row_of = [leader_of.setdefault(tuple(sequence.ids), len(leader_of)) for sequence in part]
@@ -319,18 +325,25 @@ class TransformersEngine:
             followers = [seat[id(s)] for s, r in zip(part, row_of, strict=True) if r == row and s is not leader]
             if followers:
                 self._cache.copy(seat[id(leader)], followers, len(leader.ids))
-        return self._draw_first(part, hidden[row_of], logits[row_of])
+        return self._draw_first(part, hidden[row_of], logits[row_of], began)
 
-    def _draw_first(self, part: Sequence[_Sequence], hidden: Tensor, logits: Tensor) -> tuple[TurnDone, ...]:
+    def _draw_first(
+        self, part: Sequence[_Sequence], hidden: Tensor, logits: Tensor, began: float
+    ) -> tuple[TurnDone, ...]:
+        """`began`: when their prefill did, by the monotonic clock."""
         positions = [len(sequence.ids) - 1 for sequence in part]
         tokens, logprobs = sample(logits, [s.seed for s in part], positions, [s.temperature for s in part])
         lanes = torch.tensor([s.lane for s in part], device=self._device)
         fill = torch.tensor([s.drawn % PROOF_CHUNK_TOKENS for s in part], device=self._device)
         self._tails.write(lanes, fill, hidden)
+        ids, values = tokens.tolist(), logprobs.tolist()
+        now = time.monotonic()  # after these were read, which waits for the device
         for sequence in part:
             sequence.state = _State.DECODING
+            sequence.queued += began - sequence.asked
+            sequence.prefill += now - began
         self._batch = None
-        return self._record(part, tokens.tolist(), logprobs.tolist())
+        return self._record(part, ids, values)
 
     def _record(self, sequences: Sequence[_Sequence], tokens: list[int], logprobs: list[float]) -> tuple[TurnDone, ...]:
         """Append what was drawn; prove chunks that are full; end the turns that are over."""
@@ -347,7 +360,10 @@ class TransformersEngine:
                 sequence.state = _State.OVER
                 sequence.cached = len(sequence.ids) - 1
                 drawn = tuple(sequence.ids[sequence.turn_start :])
-                done.append(TurnDone(sequence.key, drawn, tuple(sequence.logprobs), token in self._stop_ids))
+                stopped = token in self._stop_ids
+                done.append(
+                    TurnDone(sequence.key, drawn, tuple(sequence.logprobs), stopped, sequence.queued, sequence.prefill)
+                )
         if full:
             chunks = build_many([self._tails.rows(s.lane, PROOF_CHUNK_TOKENS) for s in full])
             for sequence, proofs in zip(full, chunks, strict=True):
@@ -369,7 +385,7 @@ class TransformersEngine:
         for sequence in seated:
             sequence.cached = 0
             if sequence.state is _State.DECODING:
-                sequence.state, sequence.since = _State.PREFILL, self._steps
+                sequence.state, sequence.since, sequence.asked = _State.PREFILL, self._steps, time.monotonic()
         seated.sort(key=lambda sequence: sequence.state is _State.OVER)
         self._queue.extendleft(each for each in reversed(seated[self.slots :]) if each.state is not _State.OVER)
         self._seats = list(seated[: self.slots])

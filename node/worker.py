@@ -36,6 +36,7 @@ from protocol.envelope import Signed, unseal
 from protocol.errors import Code, EngineError, LocalError, PolicyError, RemoteError, RLCommonsError
 from protocol.identity import Identity
 from protocol.lease import Lease, check_lease
+from protocol.messages import Timing
 from protocol.net.backoff import backoff
 from protocol.trace import EngineDescriptor, Trace
 
@@ -168,6 +169,7 @@ class Worker:
         """
         lease = unseal(Lease, signed, signer=self._terms.trainer)
         check_lease(lease)
+        taken = trio.current_time()
         self._lease_seconds = (lease.deadline_ms - lease.issued_ms) / 1000
         await keep_trying(self._report, "a lease", self._store.save_lease, lease.lease_id, signed)
         cause = ""
@@ -175,7 +177,7 @@ class Worker:
             await self._check_lease(lease)
         except RLCommonsError as error:
             cause = str(error)
-        if self.book.take(lease) and (cause or self._stopping):
+        if self.book.take(lease, taken) and (cause or self._stopping):
             self._give_back(lease, cause or "the node is stopping")
         self.wake()
 
@@ -447,7 +449,7 @@ class Worker:
             self._running.pop(work.key, None)
         if drawn is not None and self.book.is_drawing(work):
             self.book.drawn(work.lease.lease_id, work.slot)
-            await self._keep(drawn[0].trace, drawn[1])
+            await self._keep(drawn[0].trace, drawn[1], drawn[0].timing(began - work.taken))
         self.wake()
 
     async def _draw(self, engine: EngineThread, work: SlotWork) -> tuple[episode.Drawn, Signed]:
@@ -455,10 +457,10 @@ class Worker:
         drawn = await episode.draw(engine, work, self._loaded, self._tasks, self.descriptor, self._now_ms)
         return drawn, await trio.to_thread.run_sync(episode.sealed, self._terms.identity, drawn.trace)
 
-    async def _keep(self, trace: Trace, signed: Signed) -> None:
+    async def _keep(self, trace: Trace, signed: Signed, timing: Timing) -> None:
         """Put a trace on the disk. A full one is waited for, and when many wait nothing more is drawn."""
         self._unkept += 1
-        await keep_trying(self._report, "a finished trace", self._store.put_trace, signed, trace)
+        await keep_trying(self._report, "a finished trace", self._store.put_trace, signed, trace, timing)
         self._unkept -= 1
         self._pauses = backoff(self._random, first=1.0, cap=60.0)
         self._status.traces_drawn += 1

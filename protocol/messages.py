@@ -105,10 +105,24 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What a node says a completion's time went to, ms of its own clock, each the sum over all turns. Telemetry:
+    nothing is decided by it."""
+
+    waited_ms: Annotated[int, codec.UInt(2**32 - 1)]  # from its lease until it was begun
+    slot_ms: Annotated[int, codec.UInt(2**32 - 1)]  # in turns that had no slot of the engine yet
+    prefill_ms: Annotated[int, codec.UInt(2**32 - 1)]
+    decode_ms: Annotated[int, codec.UInt(2**32 - 1)]
+    tool_ms: Annotated[int, codec.UInt(2**32 - 1)]  # the environment's answers
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """node → trainer: one signed trace. Idempotent by the digest of its payload."""
+    """node → trainer: one signed trace. Idempotent by the digest of its payload. `timing` is nil where it is no
+    longer known: it is not kept with the trace."""
 
     trace: Annotated[Signed, codec.Object(Signed)]
+    timing: Annotated[Timing | None, codec.Maybe(codec.Object(Timing))] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import wire
-from example import TRAINER, VERDICT, heartbeat, messages_of_the_run
+from example import TIMING, TRAINER, VERDICT, heartbeat, messages_of_the_run
 from section import Section, with_raw
 
 
@@ -132,6 +132,18 @@ def messages() -> dict[str, Any]:
             "more verdicts than a reply may carry",
             "TOO_LARGE",
             b"\x0d" + with_raw("HeartbeatReply", values["HeartbeatReply"], "verdicts", wire.array_head(257)),
+        ),
+        (
+            "timing_long",
+            "2^32 ms",
+            "MALFORMED",
+            b"\x0a"
+            + with_raw(
+                "Submit",
+                values["Submit"],
+                "timing",
+                with_raw("Timing", TIMING, "tool_ms", b"\xcf" + (2**32).to_bytes(8, "big")),
+            ),
         ),
         (
             "rate_nan",

@@ -263,6 +263,9 @@ def heartbeat() -> dict[str, Any]:
     }
 
 
+TIMING = {"waited_ms": 120, "slot_ms": 30, "prefill_ms": 45, "decode_ms": 1_100, "tool_ms": 300}
+
+
 def messages_of_the_run() -> dict[str, dict[str, Any]]:
     manifest = wire.seal(TRAINER, "Manifest", MANIFEST)
     return {
@@ -287,7 +290,7 @@ def messages_of_the_run() -> dict[str, dict[str, Any]]:
         "LeasesReply": {"leases": [wire.seal(TRAINER, "Lease", LEASE)], "retry_ms": 0, "cause": ""},
         "ReturnLease": {"lease_id": LEASE_ID, "cause": "shutting down"},
         "Returned": {},
-        "Submit": {"trace": wire.seal(NODE, "Trace", TRACE)},
+        "Submit": {"trace": wire.seal(NODE, "Trace", TRACE), "timing": TIMING},
         "Submitted": {"receipt": wire.seal(TRAINER, "Receipt", RECEIPT), "verdict": None},
         "Heartbeat": heartbeat(),
         "HeartbeatReply": {

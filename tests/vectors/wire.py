@@ -184,7 +184,7 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "sample": "Sample",
         "created_ms": "uint",
     },
-    "Draw": {"seen": "uint", "floor": "real", "rate": "real", "drawn": "flag"},
+    "Draw": {"seen": "uint", "floor": "real", "rate": "real", "drawn": "flag", "trusted": "uint?"},
     "Submission": {"receipt": "Signed", "draw": "Draw?"},
     "LoggedVerdict": {"sequence": "uint", "verdict": "Signed"},
     "Epoch": {
@@ -229,7 +229,14 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "LeasesReply": {"leases": "[Signed]", "retry_ms": "uint", "cause": "text"},
     "ReturnLease": {"lease_id": "bytes", "cause": "text"},
     "Returned": {},
-    "Submit": {"trace": "Signed"},
+    "Submit": {"trace": "Signed", "timing": "Timing?"},
+    "Timing": {
+        "waited_ms": "uint",
+        "slot_ms": "uint",
+        "prefill_ms": "uint",
+        "decode_ms": "uint",
+        "tool_ms": "uint",
+    },
     "Submitted": {"receipt": "Signed?", "verdict": "Signed?"},
     "Heartbeat": {
         "clock_ms": "uint",
