@@ -22,6 +22,8 @@ class Draw:
     floor: Annotated[float, codec.Real()]  # least rate of this trainer at the time
     rate: Annotated[float, codec.Real()]
     drawn: Annotated[bool, codec.Flag()]
+    # sequence of the last verdict there was when a person said that this node is trusted; nil: it is not
+    trusted: Annotated[int | None, codec.Maybe(codec.UInt())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ HOMES = {
         "trainer/ledger.py",
         "trainer/ledger_log.py",
         "trainer/ledger_pairs.py",
+        "trainer/ledger_named.py",
         "trainer/ledger_use.py",
         "trainer/ledger_care.py",
     ),

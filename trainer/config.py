@@ -27,6 +27,7 @@ NAMED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "loss": ("difference", "grpo", "two-sided", "cispo", "token-tis", "gspo"),
         "advantage": tuple(ADVANTAGES),
         "schedule": ("constant", "linear", "cosine"),
+        "placement": ("disaggregated", "colocated", "both"),
     }
 )
 
@@ -66,6 +67,7 @@ class TrainerConfig:
     # audit (SPEC 10.7)
     audit_floor: float = 0.05  # least share of a node's traces that are recomputed, however many passed
     audit_first: int = 32  # audits of a new node, or after a failed one, before fewer are recomputed
+    trust: tuple[str, ...] = ()  # peer ids of nodes audited at audit_floor from their first trace, until one lies
     auditors: int = 1  # auditor processes
     auditor_batch_tokens: int = 16384  # tokens in one prefill batch
     auditor_seconds: float = 600.0  # an auditor that takes longer for one batch is ended; reading a policy counts
@@ -110,6 +112,9 @@ class TrainerConfig:
     stall_seconds: float = 1800.0  # a part with work that does none for so long is started again; above a step's time
 
     # machine
+    # who generates: nodes (disaggregated), this machine's own engine in turns with the learner (colocated), or both
+    placement: str = "disaggregated"
+    home_gpu_memory: float = 0.4  # of the card, for the home engine to take; learner and auditors have the rest
     device: str = "cpu"  # of learner and auditors: "cpu", "cuda", "cuda:1"
     dtype: str = "float32"  # in which the learner computes; masters are float32 always
     threads: int = 1  # torch threads of each process
@@ -154,6 +159,10 @@ class TrainerConfig:
             raise UsageError("config: node_batch_share must be above 0 and at most 1")
         if self.schedule != "constant" and not self.schedule_steps and not self.steps:
             raise UsageError(f"config: schedule = {self.schedule!r} must know its end: set schedule_steps, or steps")
+        if not 0.0 < self.home_gpu_memory <= 1.0:
+            raise UsageError("config: home_gpu_memory is a share of the card, above 0 and at most 1")
+        if not all(isinstance(word, str) for word in self.trust):
+            raise UsageError(f"config: trust = {list(self.trust)!r} must hold peer ids, each in quotes")
         if not 0.0 < self.audit_floor <= 1.0:
             raise UsageError("config: audit_floor must be above 0 and at most 1: without audits nothing is verified")
         if self.audit_first < LEAST_FIRST:
@@ -183,8 +192,11 @@ def config_from(table: dict[str, object], where: str) -> TrainerConfig:
         wanted = type(known[name].default)
         if wanted is float and type(value) is int:
             value = float(value)
+        if wanted is tuple and type(value) is list:
+            value = tuple(value)
         if type(value) is not wanted:
-            raise UsageError(f"{where}: {name} should be {wanted.__name__}, not {value!r}")
+            kind = "a list" if wanted is tuple else wanted.__name__
+            raise UsageError(f"{where}: {name} should be {kind}, not {value!r}")
         values[name] = value
     return TrainerConfig(**values)  # type: ignore[arg-type]
 

@@ -43,8 +43,8 @@ def epoch_log(ledger: Ledger, version: int) -> EpochLog | None:
         calibrations=tuple(_opened(signed) for signed in ledger.calibrations_named(version)),
         leases=tuple(_opened(signed) for signed in ledger.leases_of(version)),
         submissions=tuple(
-            Submission(_opened(receipt), None if seen is None else Draw(seen, floor, rate, bool(drawn)))
-            for receipt, seen, floor, rate, drawn in ledger.logged_submissions(version)
+            Submission(_opened(receipt), None if seen is None else Draw(seen, floor, rate, bool(drawn), trusted))
+            for receipt, seen, floor, rate, drawn, trusted in ledger.logged_submissions(version)
         ),
         verdicts=tuple(LoggedVerdict(number, _opened(signed)) for number, signed in ledger.logged_verdicts(version)),
         epoch=None if sealed is None else _opened(sealed),

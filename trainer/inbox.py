@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Final
@@ -24,7 +25,7 @@ from protocol.errors import EnvironmentFault, LocalError, PolicyError
 from protocol.identity import Identity, peer_id
 from protocol.lease import Lease
 from protocol.log import Draw
-from protocol.messages import Submitted
+from protocol.messages import Submitted, Timing
 from protocol.run import EnvironmentShare
 from protocol.trace import Trace
 from protocol.verdict import Check, Fingerprint, Reason, Receipt, Verdict, outcome_of
@@ -59,6 +60,7 @@ class Arrival:
     signed: Signed
     peer: bytes
     received_ms: int
+    timing: Timing | None = None  # what the node says its time went to
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class Inbox:
                 received_ms=arrival.received_ms,
                 trace=codec.encode(arrival.signed),
                 tokens=len(trace.tokens),
+                timing=arrival.timing,
             ),
             sequence,
             codec.encode(receipt),
@@ -216,16 +219,31 @@ class Inbox:
     def _turn_away(self, arrival: Arrival, trace: Trace, digest: bytes, refusal: Finding) -> Submitted:
         """A signed verdict and no receipt: the trace is not kept."""
         verdict = self.notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
-        self._ledger.add_verdict(
-            arrival.peer,
-            digest,
-            SubmissionState.REFUSED,
-            refusal.reason,
-            False,
-            arrival.received_ms,
-            codec.encode(verdict),
-        )
+        with self._telling_of_trust(arrival.peer, refusal.reason, arrival.received_ms):
+            self._ledger.add_verdict(
+                arrival.peer,
+                digest,
+                SubmissionState.REFUSED,
+                refusal.reason,
+                False,
+                arrival.received_ms,
+                codec.encode(verdict),
+            )
         return Submitted(None, verdict)
+
+    @contextmanager
+    def _telling_of_trust(self, node: bytes, reason: Reason | None, now_ms: int) -> Iterator[None]:
+        """SPEC 10.7: a lie costs a trusted node its trust. That follows from the verdict written within; here a person
+        is told."""
+        ledger = self._ledger
+        was = reason is not None and ledger.trust(node, ledger.last_verdict()) is not None
+        yield
+        if was and ledger.trust(node, ledger.last_verdict()) is None:
+            text = (
+                f"node {peer_id(node)} was trusted and is not any more: a trace of it was refused ({reason}). It is "
+                f"audited like any other until the run is served with --trust {peer_id(node)} again"
+            )
+            ledger.add_event(now_ms, "trust", text)
 
     def record(self, decision: Decision, now_ms: int) -> None:
         """Write down a decision, and what follows from it."""
@@ -241,18 +259,19 @@ class Inbox:
         if decision.verdict is None:
             self._ledger.send_to_audit(row.sequence, decision.reward or 0.0, checks)
             return
-        self._ledger.judge(
-            row,
-            state=decision.state,
-            reason=decision.reason,
-            audited=decision.audited,
-            reward=decision.reward,
-            checks=checks,
-            verdict=codec.encode(decision.verdict),
-            judged_ms=now_ms,
-            calibration=decision.calibration,
-            scores=decision.scores,
-        )
+        with self._telling_of_trust(row.node, decision.reason, now_ms):
+            self._ledger.judge(
+                row,
+                state=decision.state,
+                reason=decision.reason,
+                audited=decision.audited,
+                reward=decision.reward,
+                checks=checks,
+                verdict=codec.encode(decision.verdict),
+                judged_ms=now_ms,
+                calibration=decision.calibration,
+                scores=decision.scores,
+            )
         if row.reaudit is not None:
             name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
             self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")
@@ -319,7 +338,7 @@ class Examiner:
         self._scores = NodeScores(ledger)
         self._seen = 0
         self._pairs: set[str] = set()
-        self._rates: dict[bytes, float] = {}
+        self._rates: dict[bytes, tuple[float, int | None]] = {}  # node → rate, and since which verdict it is trusted
         self._states: dict[bytes, GroupState] = {}
 
     def begin(self) -> None:
@@ -364,13 +383,15 @@ class Examiner:
         """SPEC 10.7. The receipt was signed and handed out before this. Follows from the verdicts up to `seen` alone:
         the judge has all it decided before written down first."""
         if row.node not in self._rates:
-            audits = self._ledger.latest_audits(row.node, self._seen)
-            self._rates[row.node] = standing(audits, self._config).rate
+            audits, trusted = self._ledger.latest_audits(row.node, self._seen), self._ledger.trust(row.node, self._seen)
+            rate = standing(audits, self._config, trusted=trusted is not None).rate
+            self._rates[row.node] = (rate, trusted)
         # SPEC 10.7 item 2: nothing of a pair that was not measured is believed unseen.
         known = pair_name(pair_of(trace.engine, self._config)) in self._pairs
-        rate = self._rates[row.node] if known else 1.0
+        rate, trusted = self._rates[row.node]
+        rate = rate if known else 1.0
         drawn = is_drawn(self._epoch(row.policy_version), row.digest, rate)
-        return Draw(self._seen, self._config.audit_floor, rate, drawn)
+        return Draw(self._seen, self._config.audit_floor, rate, drawn, trusted)
 
     def conclude(self, row: SubmissionRow) -> Decision:
         """The verdict that follows from an auditor's answer."""

@@ -62,8 +62,9 @@ class Leasing:
 
     def lease(self, node: bytes, request: GetLeases, connected: Collection[bytes], now_ms: int) -> LeasesReply:
         """What a node gets now, signed and in the ledger."""
-        audits = self._ledger.latest_audits(node, self._ledger.last_verdict())
-        on_probation = standing(audits, self._config).on_probation
+        last = self._ledger.last_verdict()
+        trusted = self._ledger.trust(node, last) is not None
+        on_probation = standing(self._ledger.latest_audits(node, last), self._config, trusted=trusted).on_probation
         self._asks[node] = Ask(now_ms, frozenset(request.versions), on_probation)
         asking = Asking(
             node,

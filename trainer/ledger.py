@@ -6,8 +6,8 @@ them, the gateway signs verdicts, the learner takes complete groups and records 
 acknowledged to a node or to another process was committed with an fsync first.
 
 All SQL of the project is in this file, but for the schema (ledger_rows.py), the log of the run (ledger_log.py),
-calibrations (ledger_pairs.py) and its upkeep (ledger_care.py). Not here: who gets which lease (dispatch.py), what a
-trace is worth (verify/), when a group may be learned from (batch.py).
+calibrations (ledger_pairs.py), named nodes (ledger_named.py) and its upkeep (ledger_care.py). Not here: who gets which
+lease (dispatch.py), what a trace is worth (verify/), when a group may be learned from (batch.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from protocol.log import Draw
 from protocol.verdict import Reason
 from trainer.ledger_care import CareOfLedger
 from trainer.ledger_log import LogOfRun
+from trainer.ledger_named import NamedNodes
 from trainer.ledger_pairs import PairsOfLedger
 from trainer.ledger_rows import (
     GROUP_COLUMNS,
@@ -33,6 +34,7 @@ from trainer.ledger_rows import (
     SCHEMA,
     SCHEMA_VERSION,
     SUBMISSION_COLUMNS,
+    TIMES,
     CompleteGroup,
     EvaluationRow,
     GroupOutcome,
@@ -53,6 +55,7 @@ from trainer.ledger_rows import (
     group_of,
     ids_bytes,
     submission_of,
+    times_of,
     u64_bytes,
     u64_of,
 )
@@ -63,7 +66,7 @@ ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger(LogOfRun, PairsOfLedger, UseOfLedger, CareOfLedger):
+class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -394,13 +397,14 @@ class Ledger(LogOfRun, PairsOfLedger, UseOfLedger, CareOfLedger):
         return 1 if row is None else row[0] + 1
 
     def add_submission(self, new: NewSubmission, sequence: int, receipt: bytes) -> None:
+        times = times_of(new.timing)
         with self.write():
             self._db.execute(
                 "INSERT INTO submissions (sequence, digest, lease_id, group_id, slot, node, policy_version, "
-                "received_ms, receipt, trace, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                f"received_ms, receipt, trace, tokens, state, {TIMES}) VALUES ({', '.join('?' * (12 + len(times)))})",
                 (
                     sequence, new.digest, new.lease_id, new.group_id, new.slot, new.node, new.policy_version,
-                    new.received_ms, receipt, new.trace, new.tokens, SubmissionState.RECEIVED,
+                    new.received_ms, receipt, new.trace, new.tokens, SubmissionState.RECEIVED, *times,
                 ),
             )  # fmt: skip
             self._db.execute(
@@ -460,8 +464,9 @@ class Ledger(LogOfRun, PairsOfLedger, UseOfLedger, CareOfLedger):
         """Whether a submission was drawn for audit, and from what that follows; in the transaction of its decision."""
         with self.write():
             self._db.execute(
-                "UPDATE submissions SET draw_seen = ?, draw_floor = ?, draw_rate = ?, drawn = ? WHERE sequence = ?",
-                (draw.seen, draw.floor, draw.rate, draw.drawn, sequence),
+                "UPDATE submissions SET draw_seen = ?, draw_floor = ?, draw_rate = ?, drawn = ?, draw_trusted = ? "
+                "WHERE sequence = ?",
+                (draw.seen, draw.floor, draw.rate, draw.drawn, draw.trusted, sequence),
             )
             self._db.execute("UPDATE nodes SET rate = ? WHERE node = ?", (draw.rate, node))
 

@@ -55,12 +55,12 @@ class LogOfRun:
         rows = self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,))
         return [row[0] for row in rows]
 
-    def logged_submissions(self, version: int) -> list[tuple[bytes, int | None, float, float, int]]:
-        """(canonical Signed receipt, the draw's seen or None without a draw, floor, rate, drawn) of a policy version's
-        submissions, oldest first."""
+    def logged_submissions(self, version: int) -> list[tuple[bytes, int | None, float, float, int, int | None]]:
+        """(canonical Signed receipt, the draw's seen or None without a draw, floor, rate, drawn, trusted) of a policy
+        version's submissions, oldest first."""
         return self._db.execute(
-            "SELECT receipt, draw_seen, draw_floor, draw_rate, drawn FROM submissions WHERE policy_version = ? "
-            "ORDER BY sequence",
+            "SELECT receipt, draw_seen, draw_floor, draw_rate, drawn, draw_trusted FROM submissions "
+            "WHERE policy_version = ? ORDER BY sequence",
             (version,),
         ).fetchall()
 

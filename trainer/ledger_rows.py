@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from protocol.messages import Timing
+
 SCHEMA_VERSION = 7
 
 SCHEMA = """
@@ -32,6 +34,7 @@ CREATE TABLE groups (
     state TEXT NOT NULL, cause TEXT, batch INTEGER
 );
 CREATE INDEX groups_by_state ON groups(state, created_ms);
+CREATE INDEX groups_by_batch ON groups(batch) WHERE batch IS NOT NULL;
 CREATE TABLE slots (
     group_id BLOB NOT NULL, slot INTEGER NOT NULL, seed BLOB NOT NULL, state TEXT NOT NULL,
     node BLOB, lease_id BLOB, attempts INTEGER NOT NULL DEFAULT 0, digest BLOB,
@@ -61,7 +64,9 @@ CREATE TABLE submissions (
     died_of TEXT,                       -- of what the auditors ended that were at work on it
     reaudit TEXT,                       -- the node asked for a second audit: WAITING, then DONE
     -- protocol.log.Draw; NULL until it is drawn, and where a check that needs no model had failed before
-    draw_seen INTEGER, draw_floor REAL, draw_rate REAL, drawn INTEGER
+    draw_seen INTEGER, draw_floor REAL, draw_rate REAL, drawn INTEGER, draw_trusted INTEGER,
+    -- protocol.messages.Timing: as its node says, which nobody checked; NULL where it did not
+    waited_ms INTEGER, slot_ms INTEGER, prefill_ms INTEGER, decode_ms INTEGER, tool_ms INTEGER
 );
 CREATE INDEX submissions_claimed ON submissions(claimed_by, claimed_ms) WHERE claimed_by IS NOT NULL;
 CREATE INDEX submissions_reaudited ON submissions(reaudit, judged_by) WHERE reaudit IS NOT NULL;
@@ -84,6 +89,7 @@ CREATE INDEX verdicts_by_epoch ON verdicts(epoch, sequence);
 CREATE INDEX verdicts_by_digest ON verdicts(digest);
 CREATE INDEX verdicts_by_outcome ON verdicts(outcome, reason, audited);
 CREATE INDEX audits_by_node ON verdicts(node, sequence, outcome) WHERE audited;
+CREATE INDEX refusals_by_node ON verdicts(node, sequence) WHERE outcome = 'REFUSED';
 CREATE INDEX audits_by_version ON verdicts(node, epoch, sequence) WHERE audited;
 CREATE TABLE calibrations (
     digest BLOB PRIMARY KEY,            -- of the canonical Calibration, as verdicts name it
@@ -113,6 +119,11 @@ CREATE TABLE nodes (
     tokens INTEGER NOT NULL DEFAULT 0,
     rate REAL NOT NULL DEFAULT 1,       -- at which its last trace was drawn for audit
     waits TEXT NOT NULL DEFAULT '', waits_ms INTEGER  -- why it got no lease, since when
+);
+CREATE TABLE named_nodes (              -- by a person, when the run was served
+    node BLOB PRIMARY KEY,
+    home INTEGER NOT NULL,              -- 1: the home engine's
+    trusted INTEGER                     -- the last verdict there was when trust was given; NULL: it is not
 );
 CREATE TABLE steps (
     version INTEGER PRIMARY KEY,        -- the policy version the step made
@@ -250,6 +261,7 @@ class NewSubmission:
     received_ms: int
     trace: bytes
     tokens: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +389,15 @@ SUBMISSION_COLUMNS = (
 
 
 TOO_STALE = "too stale"  # so begins the cause of a group that was dropped for the age of its policy
+
+TIMES = "waited_ms, slot_ms, prefill_ms, decode_ms, tool_ms"
+
+
+def times_of(timing: Timing | None) -> tuple[int | None, ...]:
+    """The values of the columns TIMES."""
+    names = TIMES.split(", ")
+    return tuple(None if timing is None else getattr(timing, name) for name in names)
+
 
 # The tables of an epoch's items, and what says which epoch.
 OF_EPOCH = (("leases", "policy_version"), ("submissions", "policy_version"), ("verdicts", "epoch"))

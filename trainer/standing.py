@@ -25,11 +25,14 @@ class Standing:
     on_probation: bool
 
 
-def standing(audits: Sequence[bool], config: TrainerConfig) -> Standing:
-    """SPEC 10.7. `audits`: the newest of a node, newest first, True where it passed.
+def standing(audits: Sequence[bool], config: TrainerConfig, *, trusted: bool = False) -> Standing:
+    """SPEC 10.7. `audits`: the newest of a node, newest first, True where it passed. `trusted`: a person vouches for
+    it, and it has not lied since.
 
     Everything is audited until so many passed in a row: for a new node, and again after a failed audit.
     """
+    if trusted:
+        return Standing(config.audit_floor, on_probation=False)
     on_probation = not all(audits[: config.audit_first])
     return Standing(sampling_rate(audits, config.audit_first, config.audit_floor), on_probation)
 

@@ -31,7 +31,7 @@ from verify.in_order import InOrder
 from verify.log_source import Source, epoch_file, read_index
 from verify.rejudge import Rejudge
 from verify.scores import add_scores, evidence
-from verify.standing import LEAST_FIRST, RATE_TOLERANCE, WINDOW, rate
+from verify.standing import LEAST_FIRST, RATE_TOLERANCE, WINDOW, is_lie, rate
 
 MAX_GENESIS_BYTES: Final = 1024 * 1024
 ABSENT: Final = 20  # epochs in a row that are missing, after which no more are looked for
@@ -464,7 +464,12 @@ class _Draws:
         while self._waiting and self._waiting[0][0] <= reached:
             _, _, node, drawn, where = heapq.heappop(self._waiting)
             self._report.counts["rates"] += 1
-            what = _wrong_rate(self._audits[node].newest(drawn.seen), drawn)
+            audits = self._audits[node]
+            if drawn.trusted is None:
+                what = _wrong_rate(audits.newest(drawn.seen), drawn)
+            else:
+                self._report.notes["draws of nodes that the trainer's operator vouches for"] += 1
+                what = _wrong_trust(audits.lied(drawn.trusted, drawn.seen), drawn)
             if what is not None:
                 self._report.add(5, where, what)
 
@@ -494,8 +499,13 @@ class _Audits:
         self._found.append((verdict.trace_digest, verdict.outcome is Outcome.ACCEPTED if counts else None))
 
     def newest(self, seen: int) -> list[bool]:
+        self._lies: dict[bytes, list[tuple[int, bool]]] = {}  # by trace: verdicts from its first refusal on; refused
+        self._last_lie: tuple[tuple[int, int, int], int | None] = ((0, 0, 0), None)
         """SPEC 10.7: the audits that count as of verdict `seen`, newest first."""
         place = bisect.bisect_right(self._sequences, seen)
+        refused = is_lie(verdict.outcome, verdict.reason)
+        if refused or verdict.trace_digest in self._lies:
+            self._lies.setdefault(verdict.trace_digest, []).append((sequence, refused))
         if self._last[0] == place:
             return self._last[1]
         audits: list[bool] = []
@@ -503,6 +513,17 @@ class _Audits:
         for digest, passed in itertools.islice(reversed(self._found), len(self._found) - place, None):
             # SPEC 10.7: of several verdicts on one trace the newest counts.
             if digest not in met:
+    def lied(self, since: int, seen: int) -> int | None:
+        """SPEC 10.7: a verdict after `since` and up to `seen` that is the newest on its trace, as of `seen`, and is a
+        lie found."""
+        asked = (since, seen, sum(map(len, self._lies.values())))
+        if self._last_lie[0] != asked:  # draws of one moment ask the same
+            known = ([each for each in found if each[0] <= seen] for found in self._lies.values())
+            newest = (found[-1] for found in known if found)
+            lie = next((sequence for sequence, refused in newest if refused and sequence > since), None)
+            self._last_lie = (asked, lie)
+        return self._last_lie[1]
+
                 met.add(digest)
                 if passed is not None:
                     audits.append(passed)
@@ -522,6 +543,17 @@ def _wrong_rate(audits: list[bool], drawn: Draw) -> str | None:
         return f"its rate is {drawn.rate:.4f}, with {passed} audits passed and {len(audits) - passed} failed it is 1"
     passed = sum(audits)
     right = rate(passed, len(audits) - passed, drawn.floor)
+def _wrong_trust(lied: int | None, drawn: Draw) -> str | None:
+    """Why a node may not be trusted as a draw says, or a rate is not that of a trusted one (SPEC 10.7)."""
+    if drawn.trusted is None or drawn.trusted > drawn.seen:
+        return f"it is trusted since verdict {drawn.trusted}, and looks no further than verdict {drawn.seen}"
+    if lied is not None:
+        return f"it is trusted since verdict {drawn.trusted}, and verdict {lied} refused a trace of the node"
+    if drawn.rate not in (1.0, drawn.floor):
+        return f"its rate is {drawn.rate:.6f}; that of a trusted node is {drawn.floor:.6f}, or 1"
+    return None
+
+
     if not math.isclose(right, drawn.rate, rel_tol=0.0, abs_tol=RATE_TOLERANCE):
         failed = len(audits) - passed
         return f"its rate is {drawn.rate:.6f}; from {passed} audits passed and {failed} failed follows {right:.6f}"

@@ -11,12 +11,22 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final
 
-from protocol.verdict import Outcome
+from protocol.verdict import Outcome, Reason
 
 WINDOW: Final = 400  # newest audits of a node that count: what it was long ago is forgotten
 LEAST_FIRST: Final = 8  # the fewest first audits a trainer may ask for
 TOLERATED: Final = 0.01  # share of cheated traces that the rate is meant to keep a node under
 CONFIDENCE: Final = 0.95
+# SPEC 10.7: refusals for a reason of step 3 are about the lease alone, which a slow node loses, or a restored trainer.
+NO_LIES: Final = frozenset(
+    {
+        Reason.LEASE_UNKNOWN,
+        Reason.LEASE_NOT_YOURS,
+        Reason.LEASE_EXPIRED,
+        Reason.LEASE_REDEEMED,
+        Reason.SLOT_NOT_LEASED,
+    }
+)
 RATE_TOLERANCE: Final = 1e-9  # between two machines' mathematics
 _SMALLEST: Final = 1e-300
 _TERMS: Final = 500
@@ -38,6 +48,11 @@ def newest_audits(verdicts: Iterable[tuple[bytes, bool, Outcome]]) -> list[bool]
         if audited and outcome is not Outcome.NOT_JUDGED
     ]
     return found[:WINDOW]
+
+
+def is_lie(outcome: Outcome, reason: Reason | None) -> bool:
+    """SPEC 10.7: whether a verdict costs a trusted node its trust."""
+    return outcome is Outcome.REFUSED and reason not in NO_LIES
 
 
 def sampling_rate(audits: Sequence[bool], first: int, floor: float) -> float:

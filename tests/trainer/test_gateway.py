@@ -27,6 +27,7 @@ from protocol.lease import SeedInput, slot_seed
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.log import Draw
 from protocol.messages import Version
+from protocol.identity import peer_id
 from protocol.net.base import Stream
 from protocol.net.memory import Nat
 from protocol.net.session import Session
@@ -613,11 +614,11 @@ async def test_a_trace_of_a_group_that_was_given_up_is_not_judged(make_run: Make
 
 def draws(trainer: Trainer) -> dict[bytes, Draw | None]:
     """The recorded draws, by trace digest."""
-    columns = "draw_seen, draw_floor, draw_rate, drawn"
+    columns = "draw_seen, draw_floor, draw_rate, drawn, draw_trusted"
     return {
         row["digest"]: None
         if row["drawn"] is None
-        else Draw(row["draw_seen"], row["draw_floor"], row["draw_rate"], bool(row["drawn"]))
+        else Draw(row["draw_seen"], row["draw_floor"], row["draw_rate"], bool(row["drawn"]), row["draw_trusted"])
         for row in trainer.ledger.view(f"SELECT digest, {columns} FROM submissions")
     }
 
@@ -636,11 +637,11 @@ async def test_a_new_node_is_audited_in_full(make_run: MakeRun, script: Script) 
         verdicts = await client.verdicts(8)
         assert all(verdict.audited and verdict.outcome is Outcome.ACCEPTED for verdict in verdicts)
         assert verdicts[0].verifier.dtype == "float32"
-        assert set(draws(trainer).values()) == {Draw(0, 0.05, 1.0, True)}
+        assert set(draws(trainer).values()) == {Draw(0, 0.05, 1.0, True, None)}
         await client.submit(script.trace(*slots[8]))
         while len(found := set(draws(trainer).values()) - {None}) < 2:
             await client.beat()
-        (last,) = found - {Draw(0, 0.05, 1.0, True)}
+        (last,) = found - {Draw(0, 0.05, 1.0, True, None)}
         assert last is not None and (last.seen, last.floor, last.rate) == (8, 0.05, rate(8, 0, 0.05))
 
 
@@ -683,6 +684,40 @@ async def test_a_trusted_node_is_audited_in_full_while_its_pair_of_engines_is_no
         while trainer.ledger.waiting_audits() < 4:
             await client.beat()
         assert {draw.rate for draw in draws(trainer).values() if draw is not None} == {1.0}
+
+
+@on_trio
+async def test_a_node_that_a_person_trusts_is_audited_at_the_floor_from_its_first_trace_until_it_lies(
+    make_run: MakeRun, script: Script
+) -> None:
+    async with trainer_at_work(make_run(audits=True, audit_floor=0.25)) as trainer, trainer.node() as client:
+        calibrate(trainer.run, trainer.ledger)
+        trainer.ledger.name_nodes(home=None, always=(), anew=(client.who.node,))
+        slots = [(lease, slot.index) for lease in await client.leases(16) for slot in lease.slots]
+        for place in slots[:8]:
+            await client.submit(script.trace(*place))
+        while len([draw for draw in draws(trainer).values() if draw is not None]) < 8:
+            await client.beat()
+        early = [draw for draw in draws(trainer).values() if draw is not None]
+        assert {(draw.rate, draw.trusted) for draw in early} == {(0.25, 0)}
+        # A lie about the reward is found on all traces, and costs what was given on trust alone.
+        reply = await client.submit(dataclasses.replace(script.trace(*slots[8]), reward=123.0))
+        assert reply.receipt is not None
+        lie = codec.decode(Receipt, reply.receipt.payload).trace_digest
+        while trainer.ledger.trusted():
+            await client.beat()
+        for place in slots[9:]:
+            await client.submit(script.trace(*place))
+        while None in (found := [draw for digest, draw in draws(trainer).items() if digest != lie]):
+            await client.beat()
+        assert {(draw.rate, draw.trusted) for draw in found if draw is not None and draw.trusted is None} == {(1.0, None)}
+        told = trainer.ledger.view("SELECT text FROM events WHERE kind = 'trust'")
+        assert len(told) == 1 and f"--trust {peer_id(client.who.node)}" in told[0]["text"]
+        # Only a person brings it back.
+        trainer.ledger.name_nodes(home=None, always=(client.who.node,), anew=())
+        assert not trainer.ledger.trusted()
+        trainer.ledger.name_nodes(home=None, always=(), anew=(client.who.node,))
+        assert trainer.ledger.trusted() == {client.who.node}
 
 
 @on_trio

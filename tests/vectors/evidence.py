@@ -73,7 +73,7 @@ def log() -> dict[str, Any]:
     section = Section("8.12")
     submission = {
         "receipt": wire.seal(TRAINER, "Receipt", RECEIPT),
-        "draw": {"seen": 0, "floor": 0.05, "rate": 1.0, "drawn": True},
+        "draw": {"seen": 0, "floor": 0.05, "rate": 1.0, "drawn": True, "trusted": None},
     }
     verdict = {"sequence": 1, "verdict": wire.seal(TRAINER, "Verdict", VERDICT)}
     open_epoch = {
@@ -108,6 +108,8 @@ def log() -> dict[str, Any]:
     section.good("epoch_root", "root", "over five items", bytes=data, value=root)
     section.object("EpochLog", "closed", "sealed", open_epoch | {"epoch": wire.seal(TRAINER, "Epoch", epoch)})
     section.object("Epoch", "epoch", "the seal", epoch)
+    by_word = {"seen": 7, "floor": 0.05, "rate": 0.05, "drawn": False, "trusted": 3}
+    section.object("Draw", "trusted", "of a node that the trainer trusts since verdict 3", by_word)
     section.object("Submission", "undrawn", "refused before the draw", submission | {"draw": None})
     invalid_objects(
         section,

@@ -184,7 +184,7 @@ class _Trainer:
         rate = sampling_rate(audits, FIRST, FLOOR)
         drawn = is_drawn(VALUES[version], signed.digest, rate)
         sealed = seal(TRAINER, receipt)
-        self.submissions[version].append(Submission(sealed, Draw(len(self.given), FLOOR, rate, drawn)))
+        self.submissions[version].append(Submission(sealed, Draw(len(self.given), FLOOR, rate, drawn, None)))
         verdict = self.judge(lease, trace, signed, verifier, measure, drawn)
         file = TraceFile(self.log.genesis, seal(TRAINER, lease), signed, sealed, verdict, measure if drawn else None)
         self.log.traces[signed.digest] = file

@@ -24,7 +24,7 @@ from protocol.errors import UsageError
 from protocol.lease import Lease
 from protocol.verdict import CheckOutcome, Outcome, Reason
 from tests.verify import small_log
-from tests.verify.small_log import SOMEONE, TRAINER, VALUES, SmallLog
+from tests.verify.small_log import LIAR, SOMEONE, TRAINER, VALUES, SmallLog
 from verify.cli import main
 from verify.finding import Finding, as_check
 from verify.log_source import FolderSource, WebSource, open_source, read_index
@@ -61,6 +61,15 @@ def test_an_honest_log_agrees_in_everything(log: SmallLog, tmp_path: Path) -> No
     assert report.counts["verdicts reached again"] == 37
     assert 10 < report.counts["scores"] < 37, "some were drawn by a rate below 1"
     assert report.undecided["draws whose value is not revealed yet"] == 8
+
+
+def test_a_node_may_be_trusted_by_word_where_the_draw_says_so_and_it_did_not_lie(log: SmallLog, tmp_path: Path) -> None:
+    by_word(0, 2, 0)(log)
+    place = next(place for place in range(20) if log.receipt(1, place).node == LIAR.node)
+    by_word(1, place, 0)(log)  # as of its draw it had not lied yet; and being late is no lie
+    report = audited(log, tmp_path)
+    assert said(report) == []
+    assert report.notes["draws of nodes that the trainer's operator vouches for"] == 2
 
 
 def test_without_traces_everything_but_the_verdicts_themselves_is_checked(log: SmallLog, tmp_path: Path) -> None:
@@ -103,6 +112,24 @@ def another_rate(log: SmallLog) -> None:
 def trusted_too_early(log: SmallLog) -> None:
     draw = log.epochs[0].submissions[2].draw
     log.with_submission(0, 2, draw=replace(draw, rate=0.05, drawn=False))
+
+
+def by_word(version: int, place: int, trusted: int, **changes: Any) -> Callable[[SmallLog], None]:
+    """The draw of a node that the trainer says it trusts since verdict `trusted`."""
+
+    def change(log: SmallLog) -> None:
+        draw = log.epochs[version].submissions[place].draw
+        assert draw is not None
+        log.with_submission(version, place, draw=replace(draw, trusted=trusted, **changes))
+
+    return change
+
+
+def by_word_after_a_lie(log: SmallLog) -> None:
+    place = next(place for place in range(20) if log.receipt(1, place).node == LIAR.node)
+    numbers = [each.sequence for each in log.epochs[1].verdicts]
+    lie = next(number for number, each in zip(numbers, log.verdicts(1), strict=True) if each.node == LIAR.node)
+    by_word(1, place, 0, seen=lie)(log)
 
 
 def seen_from_the_future(log: SmallLog) -> None:
@@ -219,6 +246,9 @@ def calibration_left_out(log: SmallLog) -> None:
         (flip_draw, 5, r"epoch 0, submission 4: its draw is not the hash's: it says not audited at rate 1.000"),
         (another_rate, 5, r"epoch 1, submission \d+: its rate is 0\.\d+; from \d+ audits passed and 0 failed follows"),
         (trusted_too_early, 5, r"epoch 0, submission 3: its rate is 0.0500, with 2 audits passed and 0 failed it is 1"),
+        (by_word(0, 2, 3), 5, r"epoch 0, submission 3: it is trusted since verdict 3, and looks no further than verdict 2"),
+        (by_word(0, 2, 0, rate=0.5), 5, r"epoch 0, submission 3: its rate is 0.500000; that of a trusted node is 0.0500"),
+        (by_word_after_a_lie, 5, r"epoch 1, submission \d+: it is trusted since verdict 0, and verdict \d+ refused a trace"),
         (seen_from_the_future, 5, r"epoch 1, submission 13: its rate is from verdict 1000, which is not in the log"),
         (never_drawn_about, 5, r"epoch 0, submission 4: it was judged worth believing and never drawn about"),
         (drawn_and_not_audited, 5, r"epoch 0, submission 4: it was drawn for audit, and no verdict on it is of an"),

@@ -1,0 +1,77 @@
+"""What the ledger holds of the nodes that a person named when the run was served: which is the home engine's, and which
+are trusted until they lie (SPEC 10.7).
+
+A part of the ledger, in whose transactions it writes. Not here: who is named (naming.py), and what trust changes
+(standing.py).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from trainer.ledger_rows import SubmissionState
+from verify.standing import NO_LIES
+
+
+class NamedNodes:
+    """Trust is a sequence number: of the last verdict there was when it was given. No more is written when it is lost,
+    which follows from the verdicts since."""
+
+    _db: sqlite3.Connection  # the ledger's connection
+
+    if TYPE_CHECKING:  # the ledger has it
+
+        def write(self) -> AbstractContextManager[None]: ...
+
+        def last_verdict(self) -> int: ...
+
+    def name_nodes(self, *, home: bytes | None, always: Collection[bytes], anew: Collection[bytes]) -> None:
+        """What a person says of nodes when the run is served; nothing of what was said before is left.
+
+        Those of `anew` are trusted from now on, whatever they did. Those of `always` are since they were named so
+        first: that a run is started again brings no lost trust back.
+        """
+        with self.write():
+            last = self.last_verdict()
+            before = dict(self._db.execute("SELECT node, trusted FROM named_nodes WHERE trusted IS NOT NULL"))
+            self._db.execute("DELETE FROM named_nodes")
+            trusted = {node: before.get(node, last) for node in always} | dict.fromkeys(anew, last)
+            named = trusted.keys() | ({home} if home is not None else set())
+            self._db.executemany(
+                "INSERT INTO named_nodes VALUES (?, ?, ?)",
+                [(node, node == home, trusted.get(node)) for node in sorted(named)],
+            )
+
+    def trust(self, node: bytes, seen: int) -> int | None:
+        """Since which verdict a node is trusted as of verdict `seen`; None: nobody trusts it, or it lied since."""
+        row = self._db.execute("SELECT trusted FROM named_nodes WHERE node = ?", (node,)).fetchone()
+        if row is None or row[0] is None or self._lied(node, row[0], seen):
+            return None
+        return int(row[0])
+
+    def trusted(self) -> frozenset[bytes]:
+        """The nodes that are trusted now."""
+        rows = self._db.execute("SELECT node FROM named_nodes WHERE trusted IS NOT NULL").fetchall()
+        last = self.last_verdict()
+        return frozenset(row[0] for row in rows if self.trust(row[0], last) is not None)
+
+    def home(self) -> bytes | None:
+        """The home engine's node."""
+        row = self._db.execute("SELECT node FROM named_nodes WHERE home").fetchone()
+        return None if row is None else row[0]
+
+    def _lied(self, node: bytes, since: int, seen: int) -> bool:
+        """SPEC 10.7: of the verdicts after `since` up to `seen`, the newest on some trace is a refusal of what the
+        trace says."""
+        marks = ", ".join("?" * len(NO_LIES))
+        row = self._db.execute(
+            f"SELECT 1 FROM verdicts v WHERE v.outcome = '{SubmissionState.REFUSED}' AND v.node = ? "
+            f"AND v.sequence > ? AND v.sequence <= ? AND v.reason NOT IN ({marks}) "
+            "AND NOT EXISTS (SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node "
+            "AND l.sequence > v.sequence AND l.sequence <= ?) LIMIT 1",
+            (node, since, seen, *sorted(NO_LIES), seen),
+        ).fetchone()
+        return row is not None

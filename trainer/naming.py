@@ -1,0 +1,43 @@
+"""Which nodes a person names when a run is served: the home engine's, and those that are trusted until they lie.
+
+Not here: what trust changes (standing.py), where it is kept (ledger_named.py), the home engine itself (home.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from protocol.errors import DecodeError, UsageError
+from protocol.identity import node_from_peer_id
+from trainer.ledger import Ledger
+from trainer.rundir import Run
+
+SELF: Final = "self"  # in the place of a peer id: the home engine's node
+
+
+def name_nodes(run: Run, ledger: Ledger, home: bytes | None, asked: Sequence[str]) -> None:
+    """Write down who is named by the settings, and `asked` for now. Raises UsageError for what is no node's id."""
+    trainer = run.genesis.trainer
+    always = nodes_of(run.config.trust, f"trust in {run.folder.config}", trainer=trainer, home=home)
+    anew = nodes_of(asked, "--trust", trainer=trainer, home=home)
+    ledger.name_nodes(home=home, always=always, anew=anew)
+
+
+def nodes_of(words: Iterable[str], where: str, *, trainer: bytes, home: bytes | None) -> frozenset[bytes]:
+    """Peer ids as nodes; SELF as `home`. Raises UsageError naming the word that is none."""
+    return frozenset(_node(word, where, trainer, home) for word in words)
+
+
+def _node(word: str, where: str, trainer: bytes, home: bytes | None) -> bytes:
+    if word == SELF:
+        if home is None:
+            raise UsageError(f"{where}: self is the home engine, and there is none: add --placement colocated, or both")
+        return home
+    try:
+        node = node_from_peer_id(word)
+    except DecodeError as error:
+        raise UsageError(f"{where}: {error}: `rlnode key show` prints a node's id") from None
+    if node == trainer:
+        raise UsageError(f"{where}: {word} is this trainer's own id: name nodes, as `rlnode key show` prints them")
+    return node
