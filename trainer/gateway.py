@@ -40,7 +40,7 @@ from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest
 from protocol.run import RunAddress
-from trainer.child import alone, end_with_parent, now_ms, say, show_life
+from trainer.child import alone, end_with_parent, say, show_life
 from trainer.config import TrainerConfig
 from trainer.leasing import Leasing
 from trainer.network import write_network
@@ -211,7 +211,7 @@ class Gateway:
     async def _publish(self, version: int, root: bytes) -> None:
         run, signer = self.office.run, self.office.signer
         try:
-            signed = await trio.to_thread.run_sync(sign_manifest, run, signer, version, root)
+            signed = await trio.to_thread.run_sync(sign_manifest, run, signer, version, root, self.office.clock)
             raw, manifest = codec.encode(signed), codec.decode(Manifest, signed.payload)
             await self.office.clerk.do(lambda: self.writer.set_manifest(version, raw, figures(manifest)))
         except StorageError as error:
@@ -236,7 +236,7 @@ class Gateway:
         while True:
             self._look_at_disk()
             self._renew_manifest()
-            now, connected, leasing = now_ms(), self.connected(), self.office.leasing
+            now, connected, leasing = self.office.clock(), self.connected(), self.office.leasing
 
             def work(now: int = now, connected: frozenset[bytes] = connected, leasing: Leasing = leasing) -> None:
                 leasing.expire(now)
@@ -254,7 +254,7 @@ class Gateway:
         if version is None:
             return
         try:
-            signed = await trio.to_thread.run_sync(registrar.draft, version, now_ms())
+            signed = await trio.to_thread.run_sync(registrar.draft, version, self.office.clock())
         except StorageError as error:
             self.storage_failed(str(error))
             return
@@ -277,7 +277,7 @@ class Gateway:
     async def _write_network(self, host: Host) -> None:
         """What the network costs, for whoever looks at the run (network.py)."""
         while True:
-            await trio.to_thread.run_sync(write_network, self.office.run.folder, host.statistics(), now_ms())
+            await trio.to_thread.run_sync(write_network, self.office.run.folder, host.statistics(), self.office.clock())
             await trio.sleep(NETWORK_SECONDS)
 
     def note_versions(self, node: bytes, versions: Collection[int], received_ms: int) -> None:
@@ -315,7 +315,7 @@ class Gateway:
         """Sign the latest manifest anew when half of its time is over."""
         shelf = self.office.shelf
         latest = shelf.latest
-        if shelf.expires_ms(latest) - now_ms() < MANIFEST_DAYS * 43_200_000:
+        if shelf.expires_ms(latest) - self.office.clock() < MANIFEST_DAYS * 43_200_000:
             root = shelf.root(latest)
             assert root is not None and self._nursery is not None
             self._nursery.start_soon(self._publish, latest, root)
@@ -345,7 +345,7 @@ class Gateway:
             say("gateway", cause)
 
     def _event(self, kind: str, text: str) -> None:
-        at_ms = now_ms()
+        at_ms = self.office.clock()
         self.office.clerk.submit(lambda: self.writer.add_event(at_ms, kind, text))
 
 

@@ -10,7 +10,6 @@ Not here: the checks themselves (verify/check.py), recomputing (audit.py), who w
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from protocol.trace import Trace
 from protocol.verdict import Check, Fingerprint, Reason, Receipt, Verdict, outcome_of
 from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
+from trainer.child import now_ms
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState, LeaseState, NewSubmission, SlotState, SubmissionRow, SubmissionState
@@ -84,9 +84,10 @@ class Decision:
 class Notary:
     """Signs receipts and verdicts with the run's key."""
 
-    def __init__(self, run: bytes, signer: Identity, software: str) -> None:
+    def __init__(self, run: bytes, signer: Identity, software: str, clock: Callable[[], int] = now_ms) -> None:
         self.run = run
         self._signer = signer
+        self._clock = clock
         self.fingerprint = Fingerprint(software, "", "", "")
 
     def receipt(self, trace: Trace, digest: bytes, received_ms: int, sequence: int) -> Signed:
@@ -127,7 +128,7 @@ class Notary:
                 calibration=calibration,
                 scores=scores,
                 verifier=verifier or self.fingerprint,
-                judged_ms=time.time_ns() // 1_000_000,
+                judged_ms=self._clock(),
             ),
         )
 

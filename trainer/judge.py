@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from protocol.errors import StorageError
+from trainer.child import now_ms
 from trainer.clerk import Clerk
 from trainer.inbox import Decision, Examiner, Inbox
 from trainer.ledger import Ledger
@@ -35,12 +36,14 @@ class Judge:
         inbox: Inbox,
         clerk: Clerk,
         on_death: Callable[[BaseException], None],
+        clock: Callable[[], int] = now_ms,
     ) -> None:
         self._ledger = ledger
         self._examiner = examiner
         self._inbox = inbox
         self._clerk = clerk
         self._on_death = on_death
+        self._clock = clock
         self._work = threading.Event()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
@@ -91,7 +94,7 @@ class Judge:
         return len(rows)
 
     def _write(self, decisions: list[Decision]) -> None:
-        now_ms = time.time_ns() // 1_000_000
-        written = [self._clerk.submit(partial(self._inbox.record, each, now_ms)) for each in decisions]
+        at_ms = self._clock()
+        written = [self._clerk.submit(partial(self._inbox.record, each, at_ms)) for each in decisions]
         for future in written:
             future.result()

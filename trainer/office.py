@@ -6,7 +6,7 @@ Not here: streams (gateway.py) and what a node may ask (visit.py).
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -54,10 +54,11 @@ class Office:
     leasing: Leasing
     registrar: Registrar
     failures: list[BaseException] = field(default_factory=list)
+    clock: Callable[[], int] = now_ms  # Unix ms
 
 
 @contextmanager
-def open_office(run: Run) -> Iterator[Office]:
+def open_office(run: Run, clock: Callable[[], int] = now_ms) -> Iterator[Office]:
     """Read the run, sign what is unsigned, and start the threads. Raises LocalError or UsageError."""
     signer = load_run_identity(run)
     secrets = load_secrets(run)
@@ -66,7 +67,7 @@ def open_office(run: Run) -> Iterator[Office]:
         raise LocalError(f"{run.folder.secret} is not the secret of this run's genesis: restore the right one")
     path, shares = run.folder.ledger, run.genesis.environments
     shelf = Shelf(run.folder, max(SERVED, run.config.staleness_limit + 2))
-    notary = Notary(run.run, signer, software())
+    notary = Notary(run.run, signer, software(), clock)
     failures: list[BaseException] = []
     with (
         closing(Ledger(path)) as writer,
@@ -74,7 +75,7 @@ def open_office(run: Run) -> Iterator[Office]:
         closing(Ledger(path, read_only=True)) as of_the_judge,
     ):
         writer.lose_node()
-        fill_shelf(run, signer, writer, shelf)
+        fill_shelf(run, signer, writer, shelf, clock)
         sign_calibrations(signer, writer)
         stock = Stock(secrets.seeds, shares, writer.groups_made(), lambda: shelf.reading(shelf.latest).tokenizer)
         inbox = Inbox(writer, notary)
@@ -83,19 +84,19 @@ def open_office(run: Run) -> Iterator[Office]:
         with (
             stock,
             Clerk(writer) as clerk,
-            Judge(of_the_judge, examiner, inbox, clerk, failures.append) as judge,
+            Judge(of_the_judge, examiner, inbox, clerk, failures.append, clock) as judge,
         ):
             stock.wait_ready(STOCK_SECONDS)
             registrar = Registrar(run, signer, chain)
-            yield Office(run, signer, reader, writer, shelf, clerk, judge, inbox, leasing, registrar, failures)
+            yield Office(run, signer, reader, writer, shelf, clerk, judge, inbox, leasing, registrar, failures, clock)
         writer.lose_node()
 
 
-def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf) -> None:
+def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf, clock: Callable[[], int] = now_ms) -> None:
     """Put every signed policy that is on disk on the shelf, after signing those that are not."""
     for version, root in ledger.unsigned_policies():
         if run.folder.policy(version).is_dir():
-            signed = sign_manifest(run, signer, version, root)
+            signed = sign_manifest(run, signer, version, root, clock)
             ledger.set_manifest(version, codec.encode(signed), figures(codec.decode(Manifest, signed.payload)))
     for version in run.folder.versions():
         found = ledger.policy(version)
@@ -121,9 +122,9 @@ def sign_calibrations(signer: Identity, ledger: Ledger) -> None:
         ledger.set_signed_calibration(digest, codec.encode(seal(signer, calibration)))
 
 
-def sign_manifest(run: Run, signer: Identity, version: int, root: bytes) -> Signed:
+def sign_manifest(run: Run, signer: Identity, version: int, root: bytes, clock: Callable[[], int] = now_ms) -> Signed:
     """Describe a published policy and its deltas, and sign that. Reads every byte of them. Raises PolicyError."""
-    created_ms = now_ms()
+    created_ms = clock()
     return seal(
         signer,
         Manifest(

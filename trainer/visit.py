@@ -15,7 +15,6 @@ from protocol.messages import Version
 from protocol.net.session import Session
 from protocol.run import Membership
 from trainer import reaudit
-from trainer.child import now_ms
 from trainer.inbox import Arrival
 from trainer.office import software
 from verify.thresholds import limits_for
@@ -51,7 +50,7 @@ class Visit:
 
     async def answer(self, body: bytes) -> bytes:
         """The reply to a request. Raises RemoteError for an error reply."""
-        received_ms = now_ms()
+        received_ms = self._office.clock()
         request = messages.open_body(body)
         if self.ended_because:
             raise Refused(Code.UNEXPECTED_MESSAGE, self.ended_because)
@@ -93,7 +92,7 @@ class Visit:
         await self._gateway.met(self)
         manifest = self._office.shelf.manifest()
         assert manifest is not None
-        return messages.Welcome(version, software(), run.signed_genesis, manifest, now_ms())
+        return messages.Welcome(version, software(), run.signed_genesis, manifest, self._office.clock())
 
     async def _manifest(self, request: messages.GetManifest, received_ms: int) -> messages.ManifestReply:
         return self._gateway.manifest(request.version)
@@ -113,7 +112,7 @@ class Visit:
 
     async def _submit(self, request: messages.Submit, received_ms: int) -> messages.Submitted:
         self._gateway.check_room()
-        arrival = Arrival(request.trace, self.node, received_ms)
+        arrival = Arrival(request.trace, self.node, received_ms, request.timing)
         reply = await self._office.clerk.do(lambda: self._office.inbox.receive(arrival))
         self._office.judge.wake()
         return reply
@@ -132,7 +131,7 @@ class Visit:
         sizes = itertools.accumulate(len(signed) for _, signed in found)
         found = [row for row, size in zip(found, sizes, strict=True) if size <= VERDICT_BYTES or row is found[0]]
         return messages.HeartbeatReply(
-            clock_ms=now_ms(),
+            clock_ms=self._office.clock(),
             latest_version=self._office.shelf.latest,
             verdicts=tuple(codec.decode(Signed, signed) for _, signed in found),
             verdict_cursor=found[-1][0] if found else request.verdict_cursor,
