@@ -17,6 +17,7 @@ import trio
 
 from node.engine import Engine, EngineBroken, SequenceRequest, TurnDone, Usage
 from protocol.errors import EngineError, RLCommonsError
+from protocol.heap import settle
 
 T = TypeVar("T")
 
@@ -154,6 +155,7 @@ class EngineThread:
     def _drive(self) -> None:
         try:
             engine = self._make()
+            settle()
             try:
                 self._look(engine)
                 while self._run_commands(engine):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 from typing import Final
 
 _M_ARENA_MAX: Final = -8  # of malloc.h
@@ -21,7 +22,9 @@ def few_heaps() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _HEAPS)
 
 
-def give_back() -> None:
-    """Let the system have what was freed: after work that for a moment needed much more than is kept."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+def settle() -> None:
+    """What is in memory now stays: modules, models, tables. Call it once when all is loaded. Python looks for garbage
+    in cycles among old objects only when those that were added are a quarter of all it knows; with the libraries
+    counted that comes late, and each time takes as long as the libraries are large."""
+    gc.collect()
+    gc.freeze()

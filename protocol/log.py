@@ -6,6 +6,7 @@ Not here: keeping it (trainer/ledger.py) and checking it (verify/run_audit.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -75,5 +76,9 @@ class EpochLog:
 def epoch_root(log: EpochLog) -> bytes:
     """SPEC 8.12: the merkle root (8.3.2) over the canonical bytes of manifest, calibrations, leases, submissions and
     verdicts, in this order."""
-    items = (log.manifest, *log.calibrations, *log.leases, *log.submissions, *log.verdicts)
-    return merkle_root([codec.encode(item) for item in items])
+    return items_root((log.manifest, *log.calibrations, *log.leases, *log.submissions, *log.verdicts))
+
+
+def items_root(items: Iterable[Signed | Submission | LoggedVerdict]) -> bytes:
+    """The same over an epoch's items as they come, one held at a time."""
+    return merkle_root(codec.encode(item) for item in items)

@@ -225,15 +225,19 @@ def digest_range(path: Path, begin: int, end: int) -> bytes:
     return state.digest()
 
 
-def merkle_root(leaves: list[bytes]) -> bytes:
+def merkle_root(leaves: Iterable[bytes]) -> bytes:
     """SPEC 8.3.2: leaf = SHA-256(0x00 ‖ bytes), node = SHA-256(0x01 ‖ left ‖ right); the left
-    subtree holds the largest power of two smaller than the count (as RFC 9162 section 2.1)."""
-    if not leaves:
+    subtree holds the largest power of two smaller than the count (as RFC 9162 section 2.1). One leaf is held at a
+    time."""
+    hashes = [hashlib.sha256(b"\0" + leaf).digest() for leaf in leaves]
+    if not hashes:
         raise ValueError("a tree needs at least one leaf")
-    if len(leaves) == 1:
-        return hashlib.sha256(b"\0" + leaves[0]).digest()
-    split = 1 << ((len(leaves) - 1).bit_length() - 1)
-    return hashlib.sha256(b"\1" + merkle_root(leaves[:split]) + merkle_root(leaves[split:])).digest()
+    while len(hashes) > 1:
+        # Pairs from the left, an odd one last: the same tree, made from below.
+        pairs = zip(hashes[::2], hashes[1::2], strict=False)
+        odd = hashes[-1:] if len(hashes) % 2 else []
+        hashes = [hashlib.sha256(b"\1" + left + right).digest() for left, right in pairs] + odd
+    return hashes[0]
 
 
 def policy_root(folder: Path) -> bytes:

@@ -7,14 +7,15 @@ of the version can be handed in, judged or learned from any more. Not here: writ
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from contextlib import closing
 
 from protocol import codec
 from protocol.envelope import Signed, seal
 from protocol.errors import LocalError
-from protocol.heap import give_back
 from protocol.identity import Identity
-from protocol.log import Draw, Epoch, EpochLog, LoggedVerdict, Submission, epoch_root
+from protocol.log import Draw, Epoch, EpochLog, LoggedVerdict, Submission, items_root
 from trainer.audit_draw import AuditChain
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
@@ -40,15 +41,35 @@ def epoch_log(ledger: Ledger, version: int) -> EpochLog | None:
     sealed = ledger.seal(version)
     return EpochLog(
         manifest=_opened(found[2]),
-        calibrations=tuple(_opened(signed) for signed in ledger.calibrations_named(version)),
-        leases=tuple(_opened(signed) for signed in ledger.leases_of(version)),
-        submissions=tuple(
-            Submission(_opened(receipt), None if seen is None else Draw(seen, floor, rate, bool(drawn), trusted))
-            for receipt, seen, floor, rate, drawn, trusted in ledger.logged_submissions(version)
-        ),
-        verdicts=tuple(LoggedVerdict(number, _opened(signed)) for number, signed in ledger.logged_verdicts(version)),
+        calibrations=tuple(map(_opened, ledger.calibrations_named(version))),
+        leases=tuple(map(_opened, ledger.leases_of(version))),
+        submissions=tuple(_submissions(ledger, version)),
+        verdicts=tuple(_verdicts(ledger, version)),
         epoch=None if sealed is None else _opened(sealed),
     )
+
+
+def _submissions(ledger: Ledger, version: int) -> Iterator[Submission]:
+    for receipt, seen, floor, rate, drawn, trusted in ledger.logged_submissions(version):
+        yield Submission(_opened(receipt), None if seen is None else Draw(seen, floor, rate, bool(drawn), trusted))
+
+
+def _verdicts(ledger: Ledger, version: int) -> Iterator[LoggedVerdict]:
+    for number, signed in ledger.logged_verdicts(version):
+        yield LoggedVerdict(number, _opened(signed))
+
+
+def _root_and_size(ledger: Ledger, version: int, manifest: bytes) -> tuple[bytes, int]:
+    """The root of an epoch's items, and how many calibrations are among them. One item is held at a time: an epoch
+    has megabytes of them, and a long-lived process that holds them for a moment keeps some of that for ever."""
+    calibrations = ledger.calibrations_named(version)
+    items = itertools.chain(
+        map(_opened, [manifest, *calibrations]),
+        map(_opened, ledger.leases_of(version)),
+        _submissions(ledger, version),
+        _verdicts(ledger, version),
+    )
+    return items_root(items), len(calibrations)
 
 
 def _opened(signed: bytes) -> Signed:
@@ -72,28 +93,27 @@ class Registrar:
         """The seal of an epoch that can be closed. Reads all of it, over a connection of its own: not for the event
         loop. Not to be shown to anyone before `record` has taken it."""
         with closing(Ledger(self._run.folder.ledger, read_only=True)) as ledger, ledger.snapshot():
-            log = epoch_log(ledger, version)
+            found = ledger.policy(version)
+            if found is None or found[2] is None:
+                raise LocalError(f"policy version {version} has no signed manifest: its epoch cannot be closed")
+            root, calibrations = _root_and_size(ledger, version, found[2])
+            leases, submissions, verdicts = ledger.epoch_size(version)
             before = ledger.seal_before(version)
-        if log is None:
-            raise LocalError(f"policy version {version} has no signed manifest: its epoch cannot be closed")
-        signed = seal(
+        return seal(
             self._signer,
             Epoch(
                 run=self._run.run,
                 version=version,
-                root=epoch_root(log),
-                calibrations=len(log.calibrations),
-                leases=len(log.leases),
-                submissions=len(log.submissions),
-                verdicts=len(log.verdicts),
+                root=root,
+                calibrations=calibrations,
+                leases=leases,
+                submissions=submissions,
+                verdicts=verdicts,
                 audit_value=self._chain.value(version),
                 previous=bytes(32) if before is None else _opened(before).digest,
                 closed_ms=closed_ms,
             ),
         )
-        del log
-        give_back()
-        return signed
 
     def record(self, ledger: Ledger, signed: Signed) -> bool:
         """Close the epoch, unless something of it has moved since the draft was made; in the clerk's transaction."""

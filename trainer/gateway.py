@@ -34,7 +34,7 @@ from protocol.errors import (
     RLCommonsError,
     StorageError,
 )
-from protocol.heap import few_heaps
+from protocol.heap import few_heaps, settle
 from protocol.identity import peer_id
 from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
@@ -440,6 +440,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     few_heaps()
+    settle()
     end_with_parent()
     code = 0
     try:

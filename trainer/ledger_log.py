@@ -7,6 +7,7 @@ A part of the ledger, whose connection it reads. Not here: when an epoch is clos
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 
 from trainer.ledger_rows import OF_EPOCH, GroupState, LeaseState, SubmissionState
 
@@ -50,19 +51,19 @@ class LogOfRun:
         ).fetchone()  # fmt: skip
         return bool(row[0])
 
-    def leases_of(self, version: int) -> list[bytes]:
+    def leases_of(self, version: int) -> Iterator[bytes]:
         """The canonical Signed leases of a policy version, in order of issue."""
-        rows = self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,))
-        return [row[0] for row in rows]
+        for row in self._db.execute("SELECT signed FROM leases WHERE policy_version = ? ORDER BY rowid", (version,)):
+            yield row[0]
 
-    def logged_submissions(self, version: int) -> list[tuple[bytes, int | None, float, float, int, int | None]]:
+    def logged_submissions(self, version: int) -> Iterator[tuple[bytes, int | None, float, float, int, int | None]]:
         """(canonical Signed receipt, the draw's seen or None without a draw, floor, rate, drawn, trusted) of a policy
         version's submissions, oldest first."""
         return self._db.execute(
             "SELECT receipt, draw_seen, draw_floor, draw_rate, drawn, draw_trusted FROM submissions "
             "WHERE policy_version = ? ORDER BY sequence",
             (version,),
-        ).fetchall()
+        )
 
     def calibrations_named(self, version: int) -> list[bytes]:
         """The canonical Signed calibrations that an epoch's verdicts name, by digest rising."""
@@ -81,11 +82,11 @@ class LogOfRun:
         ]
         return (counts[0], counts[1], counts[2])
 
-    def logged_verdicts(self, version: int) -> list[tuple[int, bytes]]:
+    def logged_verdicts(self, version: int) -> Iterator[tuple[int, bytes]]:
         """(sequence, canonical Signed) of an epoch's verdicts, oldest first."""
         return self._db.execute(
             "SELECT sequence, signed FROM verdicts WHERE epoch = ? ORDER BY sequence", (version,)
-        ).fetchall()
+        )
 
     def submitted(self, version: int) -> list[bytes]:
         """The digests of a policy version's traces that are still here, oldest first."""
