@@ -30,6 +30,7 @@ REFUSED: Final = 1
 USAGE: Final = 2
 LOCAL_FAULT: Final = 3
 INTERRUPTED: Final = 130
+_END_SECONDS: Final = 10.0  # after stdin's end, to stop in order
 
 _EXIT_CODES: Final = """\
 exit codes:
@@ -98,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
         "--relay", action="append", default=[], metavar="ADDRESS", help="of an `rlnode relay`; may be repeated"
     )
     join.add_argument("--disk", type=float, metavar="GIB", help="most the home folder may hold (default: no limit)")
+
+    join.add_argument(
+        "--share-device",
+        type=Path,
+        metavar="FOLDER",
+        help="draw in turns with the learner of this machine (set by rltrainer)",
+    )
+    join.add_argument("--end-with-stdin", action="store_true", help="stop, as after Ctrl-C, once stdin ends")
 
     relay = commands.add_parser(
         "relay", parents=[home, as_json], help="help nodes behind NAT: be found and reached at this machine"
@@ -211,6 +220,7 @@ def _join(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         slots=options.slots,
         max_vram_bytes=None if options.max_vram is None else int(options.max_vram * GIB),
+        turns=options.share_device,
         nice=options.nice,
         on_new_policy=options.on_new_policy,
         threads=options.threads if options.threads is not None else default_threads(),
@@ -225,7 +235,7 @@ def _join(options: argparse.Namespace) -> int:
 
     def work() -> int:
         with shown(status, as_json=options.json, out=sys.stdout) as report:
-            code: int = trio.run(_join_until_signalled, config, report, status)
+            code: int = trio.run(_join_until_signalled, config, report, status, options.end_with_stdin)
             return code
 
     code = _ended(work, as_json=options.json)
@@ -263,8 +273,9 @@ def _address(text: str | None, home: Path) -> RunAddress | None:
     return load_address(home) if text is None else RunAddress.parse(text)
 
 
-async def _join_until_signalled(config: NodeConfig, report: Report, status: Status) -> int:
-    """The first Ctrl-C stops in order, the second at once."""
+async def _join_until_signalled(config: NodeConfig, report: Report, status: Status, with_stdin: bool) -> int:
+    """The first Ctrl-C stops in order, the second at once. `with_stdin`: so does the end of stdin, whose other end the
+    process that started this one holds, and loses when it is killed."""
     import trio
 
     from node.failures import foremost
@@ -274,6 +285,8 @@ async def _join_until_signalled(config: NodeConfig, report: Report, status: Stat
     with foremost(), at_once:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_listen_to_signals, stop, at_once)
+            if with_stdin:
+                nursery.start_soon(_watch_stdin, stop, at_once)
             await join(config, report, status, stop)
             nursery.cancel_scope.cancel()
     return INTERRUPTED if at_once.cancelled_caught else OK
@@ -289,6 +302,19 @@ async def _listen_to_signals(stop: trio.Event, at_once: trio.CancelScope) -> Non
             if stop.is_set():
                 at_once.cancel()
             stop.set()
+
+
+async def _watch_stdin(stop: trio.Event, at_once: trio.CancelScope) -> None:
+    import trio
+
+    def read() -> None:
+        while os.read(0, 4096):
+            pass
+
+    await trio.to_thread.run_sync(read, abandon_on_cancel=True)
+    stop.set()
+    await trio.sleep(_END_SECONDS)
+    at_once.cancel()
 
 
 # --- relay ---

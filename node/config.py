@@ -55,6 +55,7 @@ class NodeConfig:
     threads: int = field(default_factory=default_threads)  # of the engine, on a CPU
     gpu_memory: float = 0.85  # share of the card that vLLM takes at its start; the rest is for what else runs there
     max_vram_bytes: int | None = None  # most that vLLM takes of each card, where that is less
+    turns: Path | None = None  # where turns on the device are taken with a learner; None: it is this node's alone
     nice: int = 0  # added to this process's niceness, its children's too: for a machine that someone works at
     on_new_policy: str = "finish"  # what is leased under the older one; "drop" gives it back and is sooner up to date
     prefetch: float = 0.5  # leases held beyond the busy slots, as a share of them: hides a round trip,
@@ -103,6 +104,10 @@ class NodeConfig:
             raise UsageError(f"--slots must be 1 to 4096, not {self.slots}")
         if self.max_vram_bytes is not None and self.max_vram_bytes < 1:
             raise UsageError("--max-vram must be more than 0 GiB")
+        if self.turns is not None and not self.turns.is_dir():
+            raise UsageError(
+                f"--share-device {self.turns} is not a folder: `rltrainer serve --placement colocated` makes it"
+            )
         if not 0 <= self.nice <= 19:
             raise UsageError(f"--nice is from 0 to 19, the most modest, not {self.nice}")
         if self.on_new_policy not in ON_NEW_POLICY:

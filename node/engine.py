@@ -114,6 +114,12 @@ class Engine(Protocol):
     def abort(self, key: str) -> None:
         """Close the sequence in any state, without proofs."""
 
+    def sleep(self) -> None:
+        """Give the device's memory up until `wake`. No sequence is open; nothing else is asked meanwhile."""
+
+    def wake(self) -> None:
+        """Take it again: the policy is loaded as before. Raises OutOfMemory where it is not free."""
+
     def close(self) -> None:
         """Give back all memory. The engine cannot be used afterwards."""
 

@@ -56,6 +56,7 @@ def make_engine(config: NodeConfig) -> Engine:
             gpu_memory=config.gpu_memory,
             max_vram_bytes=config.max_vram_bytes,
             threads=threads,
+            sleeps=config.turns is not None,
         )
     from node.transformers_engine import TransformersEngine
 

@@ -239,6 +239,7 @@ class TrainerLink:
                     raise
                 # Not the same question again: by then room and versions are others.
                 reply = messages.LeasesReply((), int(next(delays) * 1000), str(error))
+            self._worker.got_nothing = not reply.leases
             if reply.leases:
                 delays, self._idle_since = asker.delays(), None
             else:

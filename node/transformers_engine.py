@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from node.engine import SequenceRequest, TurnDone, Usage
+from node.engine import OutOfMemory, SequenceRequest, TurnDone, Usage
 from node.slot_cache import SlotCache
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import EngineError
@@ -211,6 +211,23 @@ class TransformersEngine:
             self._queue.remove(sequence)
         if sequence.state is _State.DECODING:
             self._batch = None
+
+    def sleep(self) -> None:
+        self._cache.clear()
+        self._batch = None
+        self._move("cpu")
+
+    def wake(self) -> None:
+        try:
+            self._move(str(self._device))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"there is no room on {self._device} for the policy any more: {error}") from error
+
+    def _move(self, device: str) -> None:
+        """On a processor there is nothing to move."""
+        if self._model is not None and self._device.type != "cpu":
+            self._model.move(device)
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         for key in list(self._open):

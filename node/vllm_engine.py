@@ -100,7 +100,8 @@ class VllmEngine:
     device: "cpu", "cuda:N", or "cuda:N,M" for cards that share the policy (tensor parallel). dtype: default float32
     on a CPU (bfloat16 is slower there), bfloat16 on CUDA. slots: None for as many as the cards have room for.
     gpu_memory: share of each card that vLLM takes, or max_vram_bytes where that is less. own_process: vLLM's core in
-    a process of its own; default on CUDA. settings: more of vLLM's EngineArgs.
+    a process of its own; default on CUDA. sleeps: it can give the cards' memory up for a while. settings: more of
+    vLLM's EngineArgs.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class VllmEngine:
         max_vram_bytes: int | None = None,
         threads: int | None = None,
         own_process: bool | None = None,
+        sleeps: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         if slots is not None and slots < 1:
@@ -128,6 +130,7 @@ class VllmEngine:
         self.loaded_root: bytes | None = None
         self._device_name = _device_name(device)
         self._gpu_memory, self._most_bytes = gpu_memory, max_vram_bytes
+        self._sleeps = sleeps and bool(self._cards)  # on a CPU vLLM has no sleep mode, and its memory is the machine's
         self._settings = dict(settings or {})
         self._force_v1 = False
         self._runner = "vllm-v2 native" if self._cards else "vllm-v1 seeded-draw"  # expected, until it is known
@@ -217,6 +220,15 @@ class VllmEngine:
         if self._by_request.pop(sequence.request, None) is not None:
             self._guarded(self._vllm.abort_request, [sequence.request])
         self._rpc("rlc_forget", [key])
+
+    def sleep(self) -> None:
+        """The weights wait in the machine's memory, the cache is dropped."""
+        if self._sleeps and self._vllm is not None:
+            self._guarded(self._vllm.sleep, 1)
+
+    def wake(self) -> None:
+        if self._sleeps and self._vllm is not None:
+            self._guarded(self._vllm.wake_up)
 
     def close(self) -> None:
         self._open.clear()
@@ -395,7 +407,7 @@ class VllmEngine:
             arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "max_model_len": length}
             arguments["max_num_batched_tokens"] = max(2_048, self.slots)
         else:
-            arguments["gpu_memory_utilization"] = share
+            arguments |= {"gpu_memory_utilization": share, "enable_sleep_mode": self._sleeps}
         return arguments | self._settings
 
     def _swap(self, policy: Path) -> bool:

@@ -28,6 +28,7 @@ from node.failures import foremost
 from node.leases import LeaseBook, SlotWork
 from node.pace import Completion, Pace, held_at_most, most_in_flight, rollouts_in_flight
 from node.report import Event, Level, Report, Status
+from node.sharing import LOOK_SECONDS, Share
 from node.store import HeldPolicy, RunStore
 from node.tasks import Tasks
 from node.weights import keep_trying
@@ -77,6 +78,7 @@ class Worker:
         self.has_news = trio.Event()  # set when there is something to send
         self.trainer_software = "the trainer"
         self.asking = False  # an answer to a request for leases is awaited
+        self.got_nothing = False  # the last answer held no lease
         self.described = trio.Event()  # set once `descriptor` is known
         self.descriptor: EngineDescriptor | None = None
         self._terms = terms
@@ -93,6 +95,7 @@ class Worker:
         self._coming: HeldPolicy | None = None  # the policy that is being loaded
         self._engine: EngineThread | None = None
         self._tasks = Tasks(config)
+        self._share = Share(config.turns)
         self._pace = Pace()
         self._lease_seconds: float | None = None  # what the trainer gives a lease
         self._slots = config.slots  # None: as many as the engine sees fit; falls when the device runs out of memory
@@ -113,8 +116,8 @@ class Worker:
     def room(self) -> int:
         """Slots to ask leases for. Asked in lots: when half of what should wait here is gone. Traces that wait
         for a slow trainer count as well, or they would grow stale here."""
-        if self._loaded is None or self._engine is None or self._stopping:
-            return 0  # leases would age while an engine starts, which may take longer than they last
+        if self._loaded is None or self._engine is None or self._stopping or not self._share.held:
+            return 0  # leases would age while an engine starts or a learner steps, which may take longer than they last
         if trio.current_time() < self._paused_until:
             return 0
         slots = self._engine.slots
@@ -266,6 +269,7 @@ class Worker:
         self._pace.forget()
         config = replace(self._config, slots=self._slots)
         engine = EngineThread(lambda: self._make_engine(config), self._status.tokens.add)
+        await self._share.take()
         try:
             with foremost():
                 async with trio.open_nursery() as nursery:
@@ -280,6 +284,7 @@ class Worker:
             self._engine = None
             self._loaded = None
             self._running.clear()
+            self._share.give_back()
             if not self._stopping:
                 self._status.policy_version = None
 
@@ -296,10 +301,26 @@ class Worker:
                     self._running[work.key] = trio.CancelScope()
                     nursery.start_soon(self._draw_slot, engine, work)
             self._update_status(engine)
-            with trio.move_on_after(1.0) as idle:  # leases run out and pauses end while nothing else happens
+            # Leases run out and pauses end while nothing else happens, and a learner may ask for the device.
+            with trio.move_on_after(LOOK_SECONDS if self._share.is_shared else 1.0) as idle:
                 await changed.wait()
             if idle.cancelled_caught:
                 self.wake()
+
+    async def _give_way(self, engine: EngineThread) -> None:
+        """Leave a shared device to the learner that asks for it once all that the trainer leases is drawn; back with
+        the next turn. Meanwhile the engine's memory is given up."""
+        if not self._share.is_asked_for or self._running or self.asking or self.book.waiting():
+            return
+        if self._status.connected and not self.got_nothing and self.room():
+            return  # the trainer may have slots left of groups that were begun
+        await engine.call(lambda each: each.sleep())
+        self._share.give_back()
+        state, self._status.state = self._status.state, "the learner has the device"
+        await self._share.take()
+        self._status.state, self.got_nothing = state, False
+        await engine.call(lambda each: each.wake())
+        self.wake()
 
     def _has_free_slot(self, engine: EngineThread) -> bool:
         return len(self._running) < self._in_flight(engine) and self._unkept < engine.slots and not self._stopping

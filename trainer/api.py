@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from trainer import summary
 from trainer.ledger import Ledger
 from trainer.network import read_network
 from trainer.rundir import Run, open_run
+from trainer.telemetry import Telemetry
 
 _WEB = Path(__file__).parent / "web"
 # Everything the page needs comes from this server; a node's id or an event's text can never become a script.
@@ -44,6 +46,23 @@ class State:
         self._lock = threading.Lock()
         self._summary: dict[str, Any] = {}
         self._taken = -self._FRESH_SECONDS
+        self._telemetry = Telemetry()
+        self._caught_up = False
+        threading.Thread(target=self._catch_up, args=(run,), name="telemetry", daemon=True).start()
+
+    def _catch_up(self, run: Run) -> None:
+        """What the run measured before this process: seconds for each 100,000 traces, which no request waits for."""
+        with closing(Ledger(run.folder.ledger, read_only=True)) as ledger:
+            self._telemetry.catch_up(ledger)
+        self._caught_up = True
+
+    def telemetry(self) -> Telemetry | None:
+        """None until it has caught up: counts that grow without anything happening would be taken for news."""
+        if not self._caught_up:
+            return None
+        with self._lock:
+            self._telemetry.catch_up(self._ledger)
+            return self._telemetry
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
@@ -83,6 +102,13 @@ def make_app(run: Run) -> FastAPI:
     def get_steps(after: int = Query(-1, ge=-1)) -> list[dict[str, Any]]:
         """One row a learner step after version `after`."""
         return state.read(summary.history, after)
+
+    @app.get("/api/stages")
+    def get_stages() -> list[dict[str, Any]]:
+        """Where the time of the newest rollouts went, a row a stage: mean and 95th percentile in seconds. What is
+        `claimed` is the word of nodes, within what the trainer saw."""
+        telemetry = state.telemetry()
+        return [] if telemetry is None else telemetry.table()
 
     @app.get("/api/refusals")
     def get_refusals(most: int = Query(50, ge=1, le=500)) -> list[dict[str, Any]]:
@@ -150,6 +176,8 @@ class _Metrics:
         for name, count in now["groups"].items():
             groups.add_metric([name], count)
         yield groups
+        if telemetry := self._state.telemetry():
+            yield telemetry.family()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,8 +1,9 @@
 """By what an auditor judges the traces of a pair of engines: its calibration, measured here where that can be done.
 
-A pair of the project's own engine on this kind of device is measured by the auditor itself, on the run's own policy.
-For others a person measures on traces of nodes that are trusted (`rlverify calibrate`) and puts the file into
-RUN/calibrations; the gateway signs what it finds in the ledger. Until then a pair is new: judged by the ceilings and,
+A pair of the project's own engine on this kind of device is measured by the auditor itself, on the run's own policy;
+another on the first traces of nodes that the operator trusts (`rltrainer serve --trust`), where one brings it. Else a
+person measures (`rlverify calibrate`) and puts the file into RUN/calibrations; the gateway signs what it finds in the
+ledger. Until then a pair is new: judged by the ceilings and,
 where those are wide, by a provisional calibration, audited at rate 1, and a person is told. That a pair cannot be
 measured is this trainer's misfortune and never held against a node. Not here: the measuring itself
 (verify/calibrate.py).
@@ -20,19 +21,23 @@ from typing import Final
 
 from protocol import codec
 from protocol.calibration import Calibration, Pair, check_calibration
+from protocol.envelope import Signed
 from protocol.errors import RLCommonsError, UsageError
+from protocol.lease import Lease
+from protocol.trace import Trace
 from trainer.child import now_ms, say
 from trainer.ledger import Ledger
 from trainer.ledger_rows import CalibrationRow
-from trainer.pairs import ENGINE, own_pair, pair_name
+from trainer.pairs import ENGINE, own_pair, pair_name, pair_of
 from trainer.rundir import Run
-from verify.calibrate import calibrate, provisional
+from verify.calibrate import calibrate, enough, provisional
 from verify.files import Measure, read_calibration
 from verify.prefill import Verifier
 from verify.thresholds import above_ceilings, measured_dtypes
 
 RENEW_VERSIONS: Final = 256  # policy versions: the tables leave room for some drift, not for any
 IMITATED: Final = (ENGINE, "reference")  # engines whose forward pass is the verifier's own
+MOST_TRACES: Final = 256  # of a policy version that are looked through for those of a pair
 NEW: Final = "audited in full and judged by the ceilings"
 
 
@@ -63,12 +68,28 @@ class Calibrator:
         found = self._known.get(name)
         if found is not None and version - found.calibration.policy_version < RENEW_VERSIONS:
             return found
-        if self._can_imitate(pair):
-            self._try(pair, version)
+        own = self._can_imitate(pair)
+        honest = () if own else self._honest(pair, version)
+        if own or honest:
+            self._try(pair, version, honest)
         elif found is None:
-            self._tell(name, f"measure it with `rlverify calibrate --traces` into {self._run.folder.calibrations}")
-            return self._provisional(pair, version)
-        return self._known.get(name)
+            self._tell(
+                name,
+                f"serve with --trust and the id of a node that has it, or measure it with `rlverify calibrate --traces` "
+                f"into {self._run.folder.calibrations}",
+            )
+        if name in self._known or own:
+            return self._known.get(name)
+        return self._provisional(pair, version)
+
+    def _honest(self, pair: Pair, version: int) -> tuple[tuple[Trace, Lease], ...]:
+        """The first traces of this pair and policy that trusted nodes handed in; none while they are too few."""
+        found = []
+        for row in self._ledger.traces_by(self._ledger.trusted(), version, MOST_TRACES):
+            trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
+            if pair_of(trace.engine, self._run.config) == pair:
+                found.append((trace, codec.decode(Lease, codec.decode(Signed, row.lease).payload)))
+        return tuple(found) if enough(trace for trace, _ in found) else ()
 
     def _provisional(self, pair: Pair, version: int) -> Measure | None:
         """SPEC 10.6: from the project's own engine in the same dtypes."""
@@ -147,7 +168,7 @@ class Calibrator:
 
     # --- measuring ---
 
-    def _try(self, pair: Pair, version: int) -> None:
+    def _try(self, pair: Pair, version: int, honest: tuple[tuple[Trace, Lease], ...] = ()) -> None:
         name = pair_name(pair)
         if version - self._tried.get(name, version - RENEW_VERSIONS) < RENEW_VERSIONS:
             return
@@ -158,11 +179,11 @@ class Calibrator:
         with _alone(self._run.folder.path / "calibrating.lock") as mine:
             if mine:
                 self._tried[name] = version
-                self._measure(pair, version)
+                self._measure(pair, version, honest)
                 self._ledger.renew_claims(self._name, now_ms())  # what it holds it begins only now
         self._read()
 
-    def _measure(self, pair: Pair, version: int) -> None:
+    def _measure(self, pair: Pair, version: int, honest: tuple[tuple[Trace, Lease], ...]) -> None:
         name = pair_name(pair)
         self._ledger.try_pair(name, now_ms(), version)
         try:
@@ -176,8 +197,9 @@ class Calibrator:
                 policy_version=version,
                 worker_engine=pair.worker_engine,
                 device=self._run.config.device,
+                trusted=honest,
             )
-            self._keep(calibration, f"on policy version {version}")
+            self._keep(calibration, f"on policy version {version}{', by traces of trusted nodes' if honest else ''}")
         except Exception as error:  # of whatever kind: it is no trace's fault
             self._tell(name, error if isinstance(error, RLCommonsError) else repr(error))
         finally:

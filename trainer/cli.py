@@ -37,6 +37,20 @@ bursts seems slower than it is, and can be met between two: ask again.
 """
 
 
+_TIMELINE_EPILOG = """stages:
+  queue wait, prefill, decode, tool wait, hand in   at its node, by the node's own figures, which nobody checked: the
+                                                    trainer saw itself how long they took together, and they are cut
+                                                    down to that. Hand in is what they leave of it: proofs, the
+                                                    node's disk, the network both ways
+  verify        from the receipt to the first verdict
+  batch wait    from there until the step that took it began
+  train         that step
+
+FILE is in the trace event format (JSON): open it at https://ui.perfetto.dev, where it stays on this machine, or at
+chrome://tracing. Each node is a process in it, with as many lines as it had rollouts at once; so is the trainer.
+"""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
     options = _parser().parse_args(arguments)
@@ -85,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--wandb", default="", metavar="PROJECT", help="also send each step to this project of Weights & Biases"
     )
+    serve.add_argument(
+        "--placement", choices=("disaggregated", "colocated", "both"),
+        help="who generates: nodes, this machine's own engine in turns with the learner, or both (default: the run's)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--trust", action="extend", nargs="+", default=[], metavar="PEER_ID",
+        help="audit these nodes at audit_floor from the first trace, until one lies; 'self' is the home engine",
+    )  # fmt: skip
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", help="show the state of a run, served or not")
@@ -101,6 +123,20 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("run", type=Path)
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(command=_plan)
+
+    timeline = commands.add_parser(
+        "timeline",
+        help="where the time of a rollout went, stage by stage; or of the last ones, as a file for ui.perfetto.dev",
+        epilog=_TIMELINE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    timeline.add_argument("run", type=Path)
+    which = timeline.add_mutually_exclusive_group()
+    which.add_argument("--digest", help="first hex digits of the trace's digest (default: the newest learned from)")
+    which.add_argument("--last", type=_count, metavar="N", help="the last N that were learned from, at most 10,000")
+    timeline.add_argument("-o", "--out", type=Path, metavar="FILE", help="write it for ui.perfetto.dev, too")
+    timeline.add_argument("--json", action="store_true", help="print one JSON object a rollout")
+    timeline.set_defaults(command=_timeline)
 
     doctor = commands.add_parser("doctor", help="what is wrong with a run folder, and what to do; changes nothing")
     doctor.add_argument("run", type=Path)
@@ -229,7 +265,14 @@ def _environment(text: str) -> Any:
 def _serve(options: argparse.Namespace) -> int:
     from trainer.serve import serve
 
-    code: int = serve(options.run, as_json=options.json, moved=options.moved, wandb=options.wandb)
+    code: int = serve(
+        options.run,
+        as_json=options.json,
+        moved=options.moved,
+        wandb=options.wandb,
+        placement=options.placement,
+        trust=options.trust,
+    )
     return code
 
 
@@ -255,6 +298,36 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print(*planning.as_table(*found), sep="\n")
     return 0
+
+
+def _timeline(options: argparse.Namespace) -> int:
+    from trainer import chain, timeline
+    from trainer.ledger import Ledger
+    from trainer.rundir import open_run
+
+    ledger = Ledger(open_run(options.run).folder.ledger, read_only=True)
+    found = timeline.choose(ledger, digest=options.digest, last=options.last)
+    if options.out is not None:
+        timeline.write_events(options.out, found)
+    if options.json:
+        for each in found:
+            print(json.dumps(timeline.as_object(each)))
+        return 0
+    if options.last is None:
+        print(*timeline.waterfall(found[0], chain.complete_ms(ledger, found[0])), sep="\n")
+    else:
+        print(*timeline.table(found), sep="\n")
+    if options.out is not None:
+        print(f"\n{options.out}: {len(found):,} rollout{'s'[: len(found) > 1]}; open it at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _count(text: str) -> int:
+    from trainer.timeline import MOST
+
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of rollouts: give one from 1 to {MOST:,}")
+    return int(text)
 
 
 def _doctor(options: argparse.Namespace) -> int:

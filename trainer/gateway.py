@@ -17,6 +17,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -42,6 +43,7 @@ from protocol.policy import Manifest
 from protocol.run import RunAddress
 from trainer.child import alone, end_with_parent, say, show_life
 from trainer.config import TrainerConfig
+from trainer.home import in_turns
 from trainer.leasing import Leasing
 from trainer.network import write_network
 from trainer.office import MANIFEST_DAYS, Office, figures, open_office, sign_calibrations, sign_manifest
@@ -415,11 +417,19 @@ def _is_free(family: str, host: str, port: int) -> bool:
         return True
 
 
+def near_address(run: Run, host: Host) -> RunAddress:
+    """What a node on this machine dials."""
+    where = host.addresses[0].rpartition("/p2p/")[0]
+    where = where.replace("/ip4/0.0.0.0/", "/ip4/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/")
+    return RunAddress(where, run.genesis.trainer, run.run)
+
+
 def write_address(run: Run, address: RunAddress, host: Host) -> None:
     run.folder.port.write_text(f"{Address.parse(host.addresses[0]).port}\n", encoding="ascii")
-    beside = run.folder.address.with_suffix(".new")
-    beside.write_text(f"{address}\n", encoding="utf-8")
-    beside.replace(run.folder.address)
+    for path, text in ((run.folder.near_address, near_address(run, host)), (run.folder.address, address)):
+        beside = path.with_suffix(".new")
+        beside.write_text(f"{text}\n", encoding="utf-8")
+        beside.replace(path)
 
 
 async def serve(run: Run) -> None:
@@ -437,6 +447,7 @@ async def serve(run: Run) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.gateway", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--in-turns", action="store_true", help="the home engine draws between the learner's steps")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     few_heaps()
@@ -445,6 +456,8 @@ def main() -> int:
     code = 0
     try:
         run = open_run(arguments.run)
+        if arguments.in_turns:
+            run = replace(run, config=in_turns(run.config))
         with alone(run.folder.path, "gateway"):
             trio.run(serve, run)
     except* KeyboardInterrupt:

@@ -28,6 +28,7 @@ from trainer.batch import Choice, Completion, Shaping, build, choose, crowding
 from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say
 from trainer.config import TrainerConfig
 from trainer.evaluate import Evaluation, evaluate
+from trainer.home import learners_turn
 from trainer.ledger import Ledger
 from trainer.ledger_rows import EvaluationRow, StepRow
 from trainer.loss import LossSums
@@ -99,11 +100,21 @@ class Learner:
         found, wanted = len(choice.informative), self._config.groups_per_step
         if found < wanted:
             return f"{found} of {wanted} groups whose rewards differ are complete"
+        with learners_turn(self._run) as waited:
+            if waited:
+                choice = self._choose()  # meanwhile some may have been taken back
+                if len(choice.informative) < wanted:
+                    return f"{len(choice.informative)} of {wanted} groups are left after waiting for the device"
+            return self._try(choice)
+
+    def _try(self, choice: Choice) -> StepRow | str:
         try:
             row = self._step(choice)
         except StepRefused as refusal:
             self._drop(refusal)
             return f"a step from policy {self.version} was refused: {refusal.cause}"
+        finally:
+            self.stepper.rest()
         self._refused = 0
         return row
 
@@ -184,7 +195,9 @@ class Learner:
             return None
         try:
             tokenizer = PolicyTokenizer.load(self._folder.policy(self.version))
-            found = evaluate(self._run, self.stepper.model, tokenizer)
+            with learners_turn(self._run):
+                found = evaluate(self._run, self.stepper.model, tokenizer)
+                self.stepper.rest()
         except LocalError as error:
             found = Evaluation(0, 0.0, 0.0, self._config.evaluate_tasks, str(error), 0.0)
         if found.faults:
@@ -266,6 +279,7 @@ def follow(run: Run, team: Team) -> NoReturn:
             stepper.step(completions)
         except StepRefused:
             stepper.forget()
+        stepper.rest()
 
 
 def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:

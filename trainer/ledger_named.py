@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from trainer.ledger_rows import SubmissionState
+from trainer.ledger_rows import SUBMISSION_COLUMNS, SubmissionRow, SubmissionState, submission_of
 from verify.standing import NO_LIES
 
 
@@ -57,6 +57,18 @@ class NamedNodes:
         rows = self._db.execute("SELECT node FROM named_nodes WHERE trusted IS NOT NULL").fetchall()
         last = self.last_verdict()
         return frozenset(row[0] for row in rows if self.trust(row[0], last) is not None)
+
+    def traces_by(self, nodes: Collection[bytes], version: int, most: int) -> list[SubmissionRow]:
+        """The first submissions of these nodes under a policy version that are still here and passed the checks that
+        need no model, and were not refused after that."""
+        marks = ", ".join("?" * len(nodes))
+        rows = self._db.execute(
+            f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
+            f"WHERE s.policy_version = ? AND s.node IN ({marks}) AND s.trace IS NOT NULL AND s.checks IS NOT NULL "
+            "AND s.state != ? ORDER BY s.sequence LIMIT ?",
+            (version, *nodes, SubmissionState.REFUSED, most),
+        )
+        return [submission_of(row) for row in rows]
 
     def home(self) -> bytes | None:
         """The home engine's node."""

@@ -2,6 +2,7 @@
 
     RUN/config.toml  genesis.msgpack  address  port  page  network.json  ledger.sqlite  lock  *.lock
     RUN/keys/run.key  keys/secret          the trainer's identity; the seeds' secret and audit chain
+    RUN/keys/home.key  home/  turns/       the home engine's identity and folder; its turns with the learner (home.py)
     RUN/policies/000012/                   published policies, Hugging Face folders in bfloat16
     RUN/deltas/000012/*.ulpd1              how to make one from an earlier one
     RUN/learner/step-000012/               float32 masters, optimiser state, the batch that was used
@@ -51,6 +52,11 @@ class RunFolder:
         return self.path / "address"
 
     @property
+    def near_address(self) -> Path:
+        """The same for a node on this machine, which needs no way around."""
+        return self.path / "address.near"
+
+    @property
     def port(self) -> Path:
         """The port the gateway got when config.listen left it open; asked for again at the next start."""
         return self.path / "port"
@@ -97,6 +103,20 @@ class RunFolder:
     @property
     def secret(self) -> Path:
         return self.path / "keys" / "secret"
+
+    @property
+    def home_key(self) -> Path:
+        return self.path / "keys" / "home.key"
+
+    @property
+    def home(self) -> Path:
+        """The home engine's folder, as a node's."""
+        return self.path / "home"
+
+    @property
+    def turns(self) -> Path:
+        """There while the home engine shares the learner's device."""
+        return self.path / "turns"
 
     @property
     def policies(self) -> Path:

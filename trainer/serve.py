@@ -1,6 +1,7 @@
 """Starts and watches the processes of a run, and shows what it does.
 
     gateway · auditors · learner · records · page       each `python -m trainer.… RUN`, each may die alone
+    home engine                                         `rlnode join`, where --placement has one (home.py)
 
 A process that ends is started again, later each time, and said why. An auditor that takes too much time or memory is
 ended; a second one runs while a node waits for a re-audit. The children end when this process does, also when it is
@@ -18,13 +19,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Final
 
+from protocol.device_turns import look
 from protocol.errors import StorageError, UsageError
+from trainer import home
 from trainer.child import DIVERGED, last_sign, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
@@ -42,7 +45,8 @@ LOOK_SECONDS: Final = 0.1
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
 START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
-STALLED: Final = 4  # the exit code of a run that does not move
+FAILED: Final = 3  # the exit code of a run whose engine this machine cannot run
+STALLED: Final = 4  # of one that does not move
 CAUSE_CHARACTERS: Final = 300  # of why an auditor ended, beside the trace it was at work on
 LOG_BYTES: Final = 16 * 1024 * 1024  # a log is turned over at this size
 
@@ -56,6 +60,9 @@ class Child:
     log: Path
     guard: Guard | None = None  # of an auditor
     reaudits: str = ""  # the auditor whose refusals this one audits again: it runs while some wait
+    program: str = sys.executable
+    address: Path | None = None  # of the home engine: its last argument, and it runs once that is there
+    failures_end: int = 0  # so many in a row end the run, which can do nothing without it; 0: never
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     failures: int = 0
@@ -64,8 +71,10 @@ class Child:
     last_words: list[str] = field(default_factory=list)
 
 
-def children_of(run: Run, wandb: str = "") -> list[Child]:
-    """The processes of a run. `wandb`: the project of Weights & Biases that its steps are sent to, if to any."""
+def children_of(run: Run, wandb: str = "", placement: str = "disaggregated", rlnode: str = "") -> list[Child]:
+    """The processes of a run. `wandb`: the project of Weights & Biases that its steps are sent to, if to any. `rlnode`:
+    the command that the home engine is, where `placement` has one."""
+    in_turns = placement == "colocated"
     path = str(run.folder.path)
 
     def child(name: str, module: str, *more: str) -> Child:
@@ -82,8 +91,14 @@ def children_of(run: Run, wandb: str = "") -> list[Child]:
         second = auditor("auditor-second", "--reaudits")
         second.reaudits = auditors[0].name
         auditors.append(second)
+    at_home = []
+    if placement in home.PLACES:
+        engine = Child(home.NAME, home.words(run, in_turns=in_turns), run.folder.logs / "home.log", program=rlnode)
+        engine.address, engine.failures_end = run.folder.near_address, home.FAILURES if in_turns else 0
+        at_home.append(engine)
     return [
-        child("gateway", "trainer.gateway"),
+        child("gateway", "trainer.gateway", *(("--in-turns",) if in_turns else ())),
+        *at_home,
         *auditors,
         child("learner", "trainer.learner" if run.config.learners == 1 else "trainer.learners"),
         child("records", "trainer.records", *(("--wandb", wandb) if wandb else ())),
@@ -99,7 +114,8 @@ class Supervisor:
         self._ledger = ledger
         self._children = children
         self.news: list[str] = []  # what a person should see, oldest first
-        self.gave_up = ""  # why the run ends: a process said that to start it again would not help
+        self.gave_up = ""  # why the run ends: to start a process again would not help
+        self.code = 0  # with which it ends then
 
     def look(self) -> None:
         """Start what should run and does not, end what should not; say why something ended."""
@@ -157,12 +173,18 @@ class Supervisor:
             how = f"was ended: {child.ended_for}"
         why = f": {child.last_words[-1]}" if child.last_words and not child.ended_for else ""
         if code == DIVERGED and child.name == "learner":
-            self.gave_up = f"the learner {how}{why}"
-            self.say("process", f"{self.gave_up}; the run ends (see {child.log})")
+            self._give_up(DIVERGED, f"the learner {how}{why}", child)
+            return
+        if child.failures == child.failures_end:
+            self._give_up(FAILED, f"the {child.name} {how}{why}, {child.failures} times in a row", child)
             return
         if child.guard is not None:
             self._release(child.name, died_of=f"the auditor {how}{why}"[:CAUSE_CHARACTERS])
         self.say("process", f"the {child.name} {how}{why}; started again in {delay:g} s (see {child.log})")
+
+    def _give_up(self, code: int, why: str, child: Child) -> None:
+        self.code, self.gave_up = code, why
+        self.say("process", f"{why}; the run ends (see {child.log})")
 
     def _release(self, auditor: str, died_of: str | None) -> None:
         """What it was at work on is for another: this one may not come back soon."""
@@ -240,26 +262,40 @@ def _signal_name(number: int) -> str:
 # --- the command ---
 
 
-def serve(path: Path, *, as_json: bool = False, moved: bool = False, wandb: str = "") -> int:
+def serve(
+    path: Path,
+    *,
+    as_json: bool = False,
+    moved: bool = False,
+    wandb: str = "",
+    placement: str | None = None,
+    trust: Sequence[str] = (),
+) -> int:
     """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C,
-    STALLED where a part of the run does nothing although it was started again.
+    STALLED where a part of the run does nothing although it was started again, FAILED where the only engine fails.
 
+    `placement`: who generates, where it is not as the settings say. `trust`: peer ids of nodes to trust from now on.
     Raises UsageError (no run there, served already, a copy of a run that is not said to have `moved`, a project for
-    Weights & Biases without its client) or LocalError (its key or secrets cannot be used).
+    Weights & Biases without its client, a home engine without rlnode, what is no peer id) or LocalError (its key or
+    secrets cannot be used).
     """
     run = open_run(path)
+    placement = placement or run.config.placement
+    rlnode = home.find_rlnode() if placement in home.PLACES else ""
     if wandb and importlib.util.find_spec("wandb") is None:
         raise UsageError('--wandb needs its client: pip install -e ".[wandb]"')
     load_run_identity(run)
     load_secrets(run)
     run.folder.logs.mkdir(exist_ok=True)
     with locked(run, moved=moved), _Stopping() as stopping:
-        for of_an_earlier_time in (run.folder.page, run.folder.address):
+        for of_an_earlier_time in (run.folder.page, run.folder.address, run.folder.near_address):
             of_an_earlier_time.unlink(missing_ok=True)
+        node = home.prepare(run, rlnode, in_turns=placement == "colocated") if rlnode else home.without(run.folder)
         ledger, looking = Ledger(run.folder.ledger), Ledger(run.folder.ledger, read_only=True)
-        supervisor = Supervisor(run, ledger, children_of(run, wandb))
+        supervisor = Supervisor(run, ledger, children_of(run, wandb, placement, rlnode))
         screen = _screen(run, as_json)
         try:
+            name_nodes(run, ledger, node, trust)
             with screen:
                 code = _serve(run, looking, supervisor, screen, stopping)
         finally:
@@ -279,7 +315,7 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
         supervisor.look()
         _tell(supervisor, screen)
         if supervisor.gave_up:
-            return DIVERGED
+            return supervisor.code
         for name, file, text in (("address", run.folder.address, "rlnode join "), ("page", run.folder.page, "")):
             if file.exists() and told.get(name) != (found := file.read_text(encoding="utf-8").strip()) and found:
                 told[name] = found
@@ -363,7 +399,8 @@ class _Stalls:
                 self._supervisor.say("stall", f"{told}; the run ends, see {self._run.folder.logs}")
                 return True
             else:
-                self._supervisor.restart(stuck.part.split()[0], stuck.cause)
+                part = home.NAME if stuck.part == home.NAME else stuck.part.split()[0]
+                self._supervisor.restart(part, stuck.cause)
         return False
 
     def _parts(self, found: dict[str, Any]) -> Iterator[Seen]:
@@ -380,6 +417,8 @@ class _Stalls:
         untaken = owed.audits > 0 and not self._looking.claims()
         yield Seen(AUDITORS, waits.get("auditors", "") if untaken else "", (untaken, owed.audits, verdict))
         learns = waits["learner"] if found["informative"] >= self._run.config.groups_per_step else ""
+        keeps = "keeps the device although the learner asks for it" if home.keeps_the_device(look(folder.turns)) else ""
+        yield Seen(home.NAME, keeps, self._looking.last_times()[0])
         dropped = found["groups"].get(GroupState.DROPPED, 0)
         yield Seen("learner", "" if _is_done(self._run.config, found) else learns, (version, dropped))
         yield Seen(RUN, "nothing was handed in, judged or learned", (*self._looking.last_times(), owed.audits))

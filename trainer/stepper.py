@@ -97,6 +97,11 @@ class Stepper:
         self.masters.forget()
         self.masters.round()
 
+    def rest(self) -> None:
+        """Leave the memory that a step alone needs to whoever shares the device (home.py)."""
+        if self.model.device.type == "cuda" and self._folder.turns.is_dir():
+            torch.cuda.empty_cache()
+
     def _learn_share(self, completions: Sequence[Completion]) -> tuple[LossSums, StepRefused | None]:
         mine = self._share(completions)
         try:

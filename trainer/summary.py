@@ -113,10 +113,12 @@ def nodes(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
     """Every node seen, connected ones first; `node` is the peer id.
 
     `rate`: at which its last trace was drawn for audit. `stake`: at that rate cheating pays for a node that has less
-    to lose than so many times what one cheat gains. `doing`, `doing_since_ms`: what it does or waits for.
+    to lose than so many times what one cheat gains. `doing`, `doing_since_ms`: what it does or waits for. `home`: it is
+    the home engine; `trusted`: a person vouches for it, and it has not lied since.
     """
     rows = ledger.view("SELECT * FROM nodes ORDER BY connected DESC, accepted DESC")
     held, policy = ledger.held_slots(now_ms), ledger.policy()
+    home, trusted = ledger.home(), ledger.trusted()
     latest = None if policy is None else policy[0]
     return [
         {
@@ -124,6 +126,8 @@ def nodes(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
             **waits.of_node(row, latest, held.get(row["node"])),
             "node": identity.peer_id(row["node"]),
             "stake": stake(row["rate"]),
+            "home": row["node"] == home,
+            "trusted": row["node"] in trusted,
         }
         for row in rows
     ]

@@ -98,6 +98,7 @@ def _nodes(found: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
     for node in found["nodes"][:12]:
         state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
+        state += "".join(f", {word}" for word in ("home", "trusted") if node[word])
         audits = f"{node['audits_passed']:,}" + (
             f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
         )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from protocol.device_turns import LEARNER, look
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
-from trainer.rundir import short_of_room
+from trainer.rundir import RunFolder, short_of_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ def waits(ledger: Ledger, config: TrainerConfig) -> list[dict[str, Any]]:
     found = [_gateway(ledger, owed, last_trace, connected["n"])]
     found += _auditors(owed, claims, last_verdict)
     found.append(_learner(ledger, config, last_policy))
+    found += _device(ledger)
     return [asdict(each) for each in found]
 
 
@@ -73,6 +75,17 @@ def _learner(ledger: Ledger, config: TrainerConfig, last_policy: int) -> Wait:
         what = f"waits for groups: {found} of {wanted} whose rewards differ are complete"
         return Wait("learner", what, last_policy)
     return Wait("learner", f"makes policy {version + 1}", last_policy)
+
+
+def _device(ledger: Ledger) -> list[Wait]:
+    """Whose turn it is on a device that the home engine and the learner share (home.py)."""
+    found = look(RunFolder(ledger.folder).turns)
+    if found is None:
+        return []
+    if not found.who:
+        return [Wait("device", "is asked for by the learner" if found.asked else "is nobody's now", None)]
+    waiting = "; the learner waits until what is leased is drawn" if found.asked and found.who != LEARNER else ""
+    return [Wait("device", f"is the {found.who}'s{waiting}", found.since_ms)]
 
 
 def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ ceilings (thresholds.py), and judging by a calibration (check.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -336,6 +336,12 @@ def require_enough(measured: Sequence[Measured]) -> None:
             f"{len(measured)} traces with {tokens} tokens and {chunks} chunks are too few to calibrate by: "
             f"{' and '.join(more)} are needed, from more traces or longer ones"
         )
+
+
+def enough(traces: Iterable[Trace]) -> bool:
+    """Whether a calibration can be made of these traces, by their lengths."""
+    lengths = [len(trace.generated()) for trace in traces]
+    return sum(lengths) >= MIN_TOKENS and sum(map(_judged, lengths)) >= MIN_CHUNKS
 
 
 def round_to_int8(model: PolicyModel) -> None:

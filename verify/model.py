@@ -64,6 +64,11 @@ class PolicyModel:
         self._packed: PackedLinears | wide.WideLinears | None = None
         self._checkpointed: list[nn.Module] = []
 
+    def move(self, device: str) -> None:
+        """To another device and back, to make room there. Not for a packed one."""
+        self._model.to(device)
+        self.device = torch.device(device)
+
     def pack(self) -> None:
         """Run the linear layers from copies made for this CPU's kernels: faster, for more memory. Does nothing for
         other devices and dtypes, and for a model whose copy would be large."""

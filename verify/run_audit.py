@@ -489,8 +489,13 @@ class _Audits:
         self._found: list[tuple[bytes, bool | None]] = []  # trace; whether it passed, None where it does not count
         self._known: set[bytes] = set()
         self._last: tuple[int, list[bool]] = (0, [])
+        self._lies: dict[bytes, list[tuple[int, bool]]] = {}  # by trace: verdicts from its first refusal on; refused
+        self._last_lie: tuple[tuple[int, int, int], int | None] = ((0, 0, 0), None)
 
     def add(self, sequence: int, verdict: Verdict) -> None:
+        refused = is_lie(verdict.outcome, verdict.reason)
+        if refused or verdict.trace_digest in self._lies:
+            self._lies.setdefault(verdict.trace_digest, []).append((sequence, refused))
         if not verdict.audited and verdict.trace_digest not in self._known:
             return  # it never counts, and replaces nothing
         self._known.add(verdict.trace_digest)
@@ -498,21 +503,6 @@ class _Audits:
         self._sequences.append(sequence)
         self._found.append((verdict.trace_digest, verdict.outcome is Outcome.ACCEPTED if counts else None))
 
-    def newest(self, seen: int) -> list[bool]:
-        self._lies: dict[bytes, list[tuple[int, bool]]] = {}  # by trace: verdicts from its first refusal on; refused
-        self._last_lie: tuple[tuple[int, int, int], int | None] = ((0, 0, 0), None)
-        """SPEC 10.7: the audits that count as of verdict `seen`, newest first."""
-        place = bisect.bisect_right(self._sequences, seen)
-        refused = is_lie(verdict.outcome, verdict.reason)
-        if refused or verdict.trace_digest in self._lies:
-            self._lies.setdefault(verdict.trace_digest, []).append((sequence, refused))
-        if self._last[0] == place:
-            return self._last[1]
-        audits: list[bool] = []
-        met: set[bytes] = set()
-        for digest, passed in itertools.islice(reversed(self._found), len(self._found) - place, None):
-            # SPEC 10.7: of several verdicts on one trace the newest counts.
-            if digest not in met:
     def lied(self, since: int, seen: int) -> int | None:
         """SPEC 10.7: a verdict after `since` and up to `seen` that is the newest on its trace, as of `seen`, and is a
         lie found."""
@@ -524,6 +514,16 @@ class _Audits:
             self._last_lie = (asked, lie)
         return self._last_lie[1]
 
+    def newest(self, seen: int) -> list[bool]:
+        """SPEC 10.7: the audits that count as of verdict `seen`, newest first."""
+        place = bisect.bisect_right(self._sequences, seen)
+        if self._last[0] == place:
+            return self._last[1]
+        audits: list[bool] = []
+        met: set[bytes] = set()
+        for digest, passed in itertools.islice(reversed(self._found), len(self._found) - place, None):
+            # SPEC 10.7: of several verdicts on one trace the newest counts.
+            if digest not in met:
                 met.add(digest)
                 if passed is not None:
                     audits.append(passed)
@@ -531,6 +531,17 @@ class _Audits:
                 break
         self._last = (place, audits)
         return audits
+
+
+def _wrong_trust(lied: int | None, drawn: Draw) -> str | None:
+    """Why a node may not be trusted as a draw says, or a rate is not that of a trusted one (SPEC 10.7)."""
+    if drawn.trusted is None or drawn.trusted > drawn.seen:
+        return f"it is trusted since verdict {drawn.trusted}, and looks no further than verdict {drawn.seen}"
+    if lied is not None:
+        return f"it is trusted since verdict {drawn.trusted}, and verdict {lied} refused a trace of the node"
+    if drawn.rate not in (1.0, drawn.floor):
+        return f"its rate is {drawn.rate:.6f}; that of a trusted node is {drawn.floor:.6f}, or 1"
+    return None
 
 
 def _wrong_rate(audits: list[bool], drawn: Draw) -> str | None:
@@ -543,17 +554,6 @@ def _wrong_rate(audits: list[bool], drawn: Draw) -> str | None:
         return f"its rate is {drawn.rate:.4f}, with {passed} audits passed and {len(audits) - passed} failed it is 1"
     passed = sum(audits)
     right = rate(passed, len(audits) - passed, drawn.floor)
-def _wrong_trust(lied: int | None, drawn: Draw) -> str | None:
-    """Why a node may not be trusted as a draw says, or a rate is not that of a trusted one (SPEC 10.7)."""
-    if drawn.trusted is None or drawn.trusted > drawn.seen:
-        return f"it is trusted since verdict {drawn.trusted}, and looks no further than verdict {drawn.seen}"
-    if lied is not None:
-        return f"it is trusted since verdict {drawn.trusted}, and verdict {lied} refused a trace of the node"
-    if drawn.rate not in (1.0, drawn.floor):
-        return f"its rate is {drawn.rate:.6f}; that of a trusted node is {drawn.floor:.6f}, or 1"
-    return None
-
-
     if not math.isclose(right, drawn.rate, rel_tol=0.0, abs_tol=RATE_TOLERANCE):
         failed = len(audits) - passed
         return f"its rate is {drawn.rate:.6f}; from {passed} audits passed and {failed} failed follows {right:.6f}"

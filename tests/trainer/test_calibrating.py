@@ -153,6 +153,27 @@ def test_a_bfloat16_pair_that_nobody_measured_is_scored_provisionally_and_blamed
     assert "rlverify calibrate --traces" in note(ledger, pair_of(engine, run.config)), name
 
 
+def test_a_new_pair_is_measured_on_the_first_traces_of_a_node_that_is_trusted(made: tuple[Run, Ledger, Gateway]) -> None:
+    run, ledger, gateway = made
+    auditor = Auditor(run, ledger, "auditor-0")
+    gateway.submit(gateway.draw(2, 0), engine=VLLM)
+    assert auditor.turn() == 8
+    assert ledger.calibrations() == [], "nobody is trusted, so strangers do not say what honest is"
+    ledger.name_nodes(home=None, always=(), anew=(gateway.node.node,))
+    gateway.submit(gateway.draw(2, 0), engine=VLLM)
+    assert auditor.turn() == 8
+    assert ledger.calibrations() == [] and "--trust" in note(ledger, pair_of(VLLM, run.config))
+    gateway.submit(gateway.draw(24, 0), engine=VLLM)
+    while auditor.turn():
+        pass
+    (row,) = ledger.calibrations()
+    found = codec.decode(Calibration, row.body)
+    check_calibration(found)
+    assert found.pair == pair_of(VLLM, run.config) and not found.provisional and found.sample.tokens >= 1024
+    assert "by traces of trusted nodes" in events(ledger)[-1] and note(ledger, found.pair) is None
+    assert results(ledger)[-1].calibration == row.digest
+
+
 def sums_of(found: list[AuditResult]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*(each.scores for each in found), strict=True)))
 

@@ -77,7 +77,7 @@ function fill(table, rows) {
 
 function nodeRow(node, now) {
   return [
-    [tail(node.node), "", node.node],
+    [[tail(node.node), node.home && "home", node.trusted && "trusted"].filter(Boolean).join(" · "), "", node.node],
     [[node.doing, lasted(node.doing_since_ms, now)].join(" ").trim(), node.connected ? "good" : "soft"],
     [number(node.policy_version), "n"],
     [number(node.tokens_per_second), "n"],
@@ -108,6 +108,26 @@ function policyRow(policy) {
     [seconds(policy.median_seconds), "n"],
     [seconds(policy.slowest_seconds), "n"],
   ];
+}
+
+const span = (value) => value < 1 ? number(1000 * value) + " ms" : number(value, 2) + " s";
+
+// Bars begin where the stage before ended; "node" is the whole of what nodes say of themselves, where they do.
+function stageRows(stages) {
+  const beside = (each) => each.stage === "node" && stages.some((other) => other.claimed);
+  const whole = stages.reduce((sum, each) => sum + (beside(each) ? 0 : each.mean), 0) || 1;
+  let start = 0;
+  fill("stages", stages.map((each) => [
+    [each.title], [each.claimed ? "nodes, unchecked" : "the trainer", "soft"],
+    [span(each.mean), "n"], [span(each.p95), "n"], [number(each.count), "n"], ["", "wide"],
+  ]));
+  stages.forEach((each, i) => {
+    const begin = beside(each) ? 0 : start;
+    if (!beside(each)) start += each.mean;
+    const bar = element("svg", { class: "bar", viewBox: "0 0 1000 10", preserveAspectRatio: "none", role: "img", "aria-label": each.title });
+    bar.append(element("rect", { x: 1000 * begin / whole, y: 0, width: Math.max(2, 1000 * each.mean / whole), height: 10, class: each.claimed ? "claimed" : "seen" }));
+    at("stages").tBodies[0].rows[i].cells[5].append(bar);
+  });
 }
 
 function element(name, attributes, text) {
@@ -141,8 +161,8 @@ function chart(id, values, top) {
 
 async function refresh() {
   const after = steps.length ? steps[steps.length - 1].version : -1;
-  const [state, fresh, refused, happened] = await Promise.all([
-    get("api/state"), get("api/steps?after=" + after), get("api/refusals?most=30"), get("api/events?most=30"),
+  const [state, fresh, refused, happened, stages] = await Promise.all([
+    get("api/state"), get("api/steps?after=" + after), get("api/refusals?most=30"), get("api/events?most=30"), get("api/stages"),
   ]);
   steps.push(...fresh);
   document.title = state.name + " · v" + state.version;
@@ -152,6 +172,7 @@ async function refresh() {
   chart("staleness", steps.map((step) => [step.version, step.staleness_mean]), 4);
   at("join").textContent = state.address ? "rlnode join " + state.address : "the gateway is starting…";
   fill("nodes", state.nodes.map((node) => nodeRow(node, state.at_ms)));
+  stageRows(stages);
   fill("policies", state.policies.map(policyRow));
   fill("waits", state.waits.map((each) => [[each.part], [each.what, "wide"], [lasted(each.since_ms, state.at_ms), "soft"]]));
   at("pairs").textContent = state.pairs.map((each) => each.pair + ": " + (each.note === null ? "calibrated" : "new, audited in full (" + each.note + ")")).join(" · ");

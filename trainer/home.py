@@ -1,0 +1,136 @@
+"""The home engine: a node of this machine's own, where `--placement` asks for one. It is `rlnode join`, as a child of
+`rltrainer serve`, over loopback, with a key in the run's folder: nothing of a node is done a second time here.
+
+    both         one more node beside the others
+    colocated    it draws between the learner's steps, on the same device: they take turns (protocol/device_turns.py)
+
+Why so: docs/decisions/0016. Not here: whom a person trusts (naming.py), starting and watching (serve.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from protocol.device_turns import LEARNER, POLL_SECONDS, Look, Turns
+from protocol.errors import LocalError, UsageError
+from protocol.identity import Identity, load_identity, save_identity
+from trainer.config import TrainerConfig
+from trainer.rundir import Run, RunFolder
+
+NAME: Final = "home engine"
+PLACES: Final = ("colocated", "both")  # of placement, those that have a home engine
+FAILURES: Final = 3  # in a row, each soon after its start: then a run that has no other engine ends
+_KEY_SECONDS: Final = 60.0  # for rlnode to take its key
+
+
+def find_rlnode() -> str:
+    """The command of this environment, else of the PATH. Raises UsageError."""
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    found = shutil.which("rlnode", path=places)
+    if found is None:
+        raise UsageError(
+            f"the home engine is `rlnode join`, and there is no rlnode beside {sys.executable} or on the PATH: install "
+            "this package there (pip install -e .), or serve with --placement disaggregated"
+        )
+    return found
+
+
+def prepare(run: Run, rlnode: str, *, in_turns: bool) -> bytes:
+    """Give the home engine its key, and a place to take turns in; its node. Raises LocalError or UsageError."""
+    _set_turns(run.folder, in_turns)
+    if not run.folder.home_key.exists():
+        save_identity(Identity.generate(), run.folder.home_key)
+    identity = load_identity(run.folder.home_key)
+    if not run.folder.home.exists():
+        _give_key(rlnode, run.folder)
+    return identity.node
+
+
+def _give_key(rlnode: str, folder: RunFolder) -> None:
+    words = [rlnode, "key", "restore", str(folder.home_key), "--home", str(folder.home)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_KEY_SECONDS, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LocalError(f"the home engine could not be given its key: {error}") from None
+    if done.returncode:
+        raise LocalError(f"the home engine could not be given its key: {done.stderr.strip() or done.returncode}")
+
+
+def without(folder: RunFolder) -> None:
+    """There is no home engine: nobody takes turns, and there is no node."""
+    _set_turns(folder, False)
+
+
+def _set_turns(folder: RunFolder, wanted: bool) -> None:
+    if wanted:
+        folder.turns.mkdir(exist_ok=True)
+    else:
+        shutil.rmtree(folder.turns, ignore_errors=True)
+
+
+def words(run: Run, *, in_turns: bool) -> tuple[str, ...]:
+    """Of `rlnode`, but for the address: that is known once the gateway listens."""
+    config, folder = run.config, run.folder
+    share = ("--share-device", str(folder.turns)) if in_turns else ()
+    return (
+        "join", "--home", str(folder.home), "--end-with-stdin", "--no-serve", "--dtype", config.dtype,
+        *_device_words(config), *share,
+    )  # fmt: skip
+
+
+def _device_words(config: TrainerConfig) -> tuple[str, ...]:
+    kind, _, number = config.device.partition(":")
+    if kind != "cuda":
+        return ("--cpu", "--threads", str(config.threads))
+    cards = number or ",".join(map(str, range(config.learners)))  # each learner has the card of its own number
+    return ("--gpu", cards, "--gpu-memory", str(config.home_gpu_memory))
+
+
+# --- in turns ---
+
+
+def in_turns(config: TrainerConfig) -> TrainerConfig:
+    """As dispatch is to see it: no more is begun than one step uses, so that who draws is done when a step is due, and
+    what is left over is learned from by the next."""
+    return replace(config, open_groups=min(config.open_groups, config.groups_per_step), staleness_target=0)
+
+
+@contextmanager
+def learners_turn(run: Run) -> Iterator[bool]:
+    """The device is the learner's within; whether it had to be waited for. Where nobody else uses it that is at once.
+
+    Raises LocalError where the engine does not give it up within stall_seconds.
+    """
+    if not run.folder.turns.is_dir():
+        yield False
+        return
+    turns = Turns(run.folder.turns, LEARNER)
+    try:
+        waited = _wait(turns, run.config.stall_seconds)
+        yield waited
+    finally:
+        turns.close()
+
+
+def _wait(turns: Turns, seconds: float) -> bool:
+    deadline, waited = time.monotonic() + seconds, False
+    while not (turns.ask() and turns.take()):
+        if time.monotonic() > deadline:
+            raise LocalError(f"the home engine has not given the device up within {seconds:g} s: see its log")
+        waited = True
+        time.sleep(POLL_SECONDS)
+    return waited
+
+
+def keeps_the_device(found: Look | None) -> bool:
+    """The engine has it although the learner asks."""
+    return found is not None and found.asked and found.who not in ("", LEARNER)
