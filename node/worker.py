@@ -292,6 +292,7 @@ class Worker:
         """Keep every slot of the engine busy, under one policy at a time."""
         while True:
             changed = self._changed
+            await self._give_way(engine)
             self._move_on()
             await self._swap_if_due(engine)
             self._give_back_expired()

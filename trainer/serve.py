@@ -33,6 +33,7 @@ from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState
+from trainer.naming import name_nodes
 from trainer.place import locked
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run, short_of_room
 from trainer.stall import AUDITORS, MOST_RESTARTS, RUN, Seen, Watch
@@ -132,6 +133,8 @@ class Supervisor:
                 self._watch(child, child.process, child.guard)
 
     def _is_wanted(self, child: Child) -> bool:
+        if child.address is not None:
+            return child.address.exists()
         return not child.reaudits or self._ledger.reaudits_waiting(child.reaudits) > 0
 
     def _watch(self, child: Child, process: subprocess.Popen[bytes], guard: Guard) -> None:
@@ -142,21 +145,21 @@ class Supervisor:
 
     def _start(self, child: Child, now: float) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        given = () if child.address is None else (child.address.read_text(encoding="utf-8").strip(),)
         child.process = subprocess.Popen(
-            [sys.executable, *child.arguments],
+            [child.program, *child.arguments, *given],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if child.address is None else subprocess.PIPE,
+            stderr=subprocess.PIPE if child.address is None else subprocess.STDOUT,
             env=environment,
             start_new_session=True,  # Ctrl-C comes to this process alone, which then ends the others in order
         )
         child.started = now
         child.ended_for = ""
         child.last_words.clear()
-        assert child.process.stderr is not None
-        threading.Thread(
-            target=_keep_log, args=(child.process.stderr, child.log, child.last_words), daemon=True
-        ).start()
+        source = child.process.stderr or child.process.stdout
+        assert source is not None
+        threading.Thread(target=_keep_log, args=(source, child.log, child.last_words), daemon=True).start()
 
     def _ended(self, child: Child, code: int, now: float, wanted: bool) -> None:
         if child.process is not None:
