@@ -318,7 +318,8 @@ def _timeline(options: argparse.Namespace) -> int:
     else:
         print(*timeline.table(found), sep="\n")
     if options.out is not None:
-        print(f"\n{options.out}: {len(found):,} rollout{'s'[: len(found) > 1]}; open it at https://ui.perfetto.dev or chrome://tracing")
+        many = f"{len(found):,} rollout{'s' if len(found) > 1 else ''}"
+        print(f"\n{options.out}: {many}; open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
