@@ -47,7 +47,7 @@ class UseOfLedger:
     def consumption(self, now_ms: int) -> Consumption:
         """How the learner consumes. Every complete group is counted once: with the step that used it, or waiting."""
         made: int | None = self._db.execute("SELECT MAX(version) FROM policies").fetchone()[0]
-        complete, waiting = self._complete()
+        complete, waiting = self._count_complete()
         steps = self._db.execute(
             "SELECT created_ms, groups, flat_groups FROM steps ORDER BY version DESC LIMIT ?", (STEPS + 1,)
         ).fetchall()
@@ -65,9 +65,9 @@ class UseOfLedger:
     def count_informative(self) -> int:
         """Complete groups whose rewards differ: what the learner can use. Flat ones teach nothing, and wait
         for the next step to be counted, so they must not make dispatch believe that enough is waiting."""
-        return self._complete()[1]
+        return self._count_complete()[1]
 
-    def _complete(self) -> tuple[int, int]:
+    def _count_complete(self) -> tuple[int, int]:
         """Complete groups, and those among them whose rewards differ."""
         row = self._db.execute(
             "SELECT COUNT(*), COALESCE(SUM(low < high), 0) FROM (SELECT MIN(s.reward) AS low, MAX(s.reward) AS high "
