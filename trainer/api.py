@@ -172,12 +172,35 @@ class _Metrics:
         for reason, count in now["refusals"].items():
             verdicts.add_metric(["REFUSED", reason], count)
         yield verdicts
+        yield from _rates(now)
         groups = GaugeMetricFamily("rlcommons_groups", "Groups by state", labels=["state"])
         for name, count in now["groups"].items():
             groups.add_metric([name], count)
         yield groups
         if telemetry := self._state.telemetry():
             yield telemetry.family()
+
+
+ENDS: Final = ("expired", "returned", "refused", "unanswered", "stale", "given_up", "used")
+
+
+def _rates(now: dict[str, Any]) -> Iterator[Metric]:
+    """What became of the last slots leased (rates.py). Each is counted once in each `by`."""
+    leases = GaugeMetricFamily(
+        "rlcommons_leased_slots", "How the last slots leased ended", labels=["by", "kind", "end"]
+    )  # fmt: skip
+    lag = GaugeMetricFamily(
+        "rlcommons_lag_versions", "Mean versions between who drew the used ones and who learned", labels=["by", "kind"]
+    )
+    for each in now["rates"]:
+        for end in ENDS:
+            leases.add_metric([each["by"], each["kind"], end], each[end])
+        if each["lag_mean"] is not None:
+            lag.add_metric([each["by"], each["kind"]], each["lag_mean"])
+    yield leases
+    yield lag
+    text = "Kinds of traces of which clearly fewer are learned from than of others"
+    yield GaugeMetricFamily("rlcommons_losses", text, value=len(now["losses"]))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -18,6 +18,7 @@ from protocol.errors import Code, Refused
 from protocol.identity import Identity
 from protocol.lease import Lease, SeedInput, Slot, slot_seed
 from protocol.messages import GetLeases, LeasesReply
+from trainer import rates
 from trainer.dispatch import Asking, Grant, GroupView, Situation, SlotView, choose, stranded
 from trainer.ledger import Ledger
 from trainer.ledger_rows import TOO_STALE, GroupRow, GroupState, LeaseState, OpenSlot
@@ -28,6 +29,7 @@ from trainer.standing import standing
 from trainer.stock import Stock
 
 ASKED_SECONDS: Final = 30.0  # a node that asked so lately counts as one that wants work
+LOSSES_SECONDS: Final = 30.0  # between looks at what is being lost: it reads some thousand slots
 LATE_SECONDS: Final = 2.0  # a lease is free again so long after its deadline: what arrived in time may still queue
 _REPLY_BYTES: Final = 2 * 1024 * 1024  # of leases in one reply: long prompts could exceed a frame
 
@@ -57,6 +59,8 @@ class Leasing:
         self._stock = stock
         self._asks: dict[bytes, Ask] = {}
         self._unserved: dict[bytes, tuple[str, int]] = {}  # node → (why it got nothing, since when)
+        self._lost: frozenset[str] = frozenset()  # what was said to be lost, without figures
+        self._looked_ms = 0
 
     # --- giving ---
 
@@ -243,9 +247,22 @@ class Leasing:
         """Give up groups that nobody will finish or that the learner may not use any more."""
         oldest = self._shelf.latest - self._config.staleness_limit
         limit = self._config.staleness_limit
+        self._sound(now_ms)
         self._ledger.drop_stale_groups(oldest, f"{TOO_STALE}: more than {limit} versions behind")
         if not self._ledger.count_groups(GroupState.OPEN):
             return
         held = frozenset(version for node in connected if node in self._asks for version in self._asks[node].versions)
         for group_id, cause in stranded(self._groups(), held, self._shelf.latest, now_ms, self._config):
             self._ledger.drop_group(group_id, cause)
+
+    def _sound(self, now_ms: int) -> None:
+        """An event when some kind of trace begins to be lost, and when that is over."""
+        if now_ms - self._looked_ms < LOSSES_SECONDS * 1000:
+            return
+        self._looked_ms = now_ms
+        losses = {text.partition(":")[0]: text for text in rates.told(self._ledger, self._config)["losses"]}
+        for name in losses.keys() - self._lost:
+            self._ledger.add_event(now_ms, "alarm", losses[name])
+        for name in self._lost - losses.keys():
+            self._ledger.add_event(now_ms, "leases", f"over: {name}")
+        self._lost = frozenset(losses)

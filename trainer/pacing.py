@@ -87,10 +87,15 @@ def why_begin_nothing(of: Consumption, drawing: int, version: int, config: Train
 
 
 def holding(queue: Queue, config: TrainerConfig) -> str:
-    """What a node is told, and people are shown."""
+    """Why nothing is begun, as a node and people are told it."""
+    return f"waiting for the learner: {standing(queue, config)}"
+
+
+def standing(queue: Queue, config: TrainerConfig) -> str:
+    """What stands before a group begun now, for people."""
     steps = math.floor(queue.usual / config.groups_per_step + 1e-9)
     counted = f"{queue.waiting} groups wait, {queue.drawing} in flight"
-    return f"waiting for the learner: {counted}, enough for {steps} steps ({_target(config)})"
+    return f"{counted}, enough for {steps} steps ({_target(config)})"
 
 
 def _target(config: TrainerConfig) -> str:

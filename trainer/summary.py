@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from protocol import identity
-from trainer import waits
+from trainer import rates, waits
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.standing import stake
@@ -57,7 +57,8 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "tokens_per_second": minute["tokens"] / seconds,
         "policies": policies(ledger),
         "informative": ledger.count_informative(),
-        "waits": waits.waits(ledger, config),
+        "waits": waits.waits(ledger, config, now_ms),
+        **rates.told(ledger, config),
         "nodes": nodes(ledger, now_ms),
         "pairs": pairs(ledger),
     }

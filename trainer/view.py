@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainer import rates
 from trainer.network import network_line, read_network
 from trainer.rundir import Run
 from trainer.waits import lasted
@@ -127,6 +128,9 @@ def notes(run: Run, found: dict[str, Any]) -> list[Text]:
     network = read_network(run.folder)
     if network is not None:
         lines.append(Text(f"network  {network_line(network)}", style="dim"))
+    if leases := rates.line(found["rates"]):
+        lines.append(Text(f"leases  {leases}", style="dim"))
+    lines += [Text(f"alarm  {loss}", style="bold red") for loss in found["losses"]]
     if found["dropped"]:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
         lines.append(Text(f"groups given up: {causes}", style="dim"))

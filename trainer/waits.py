@@ -13,6 +13,7 @@ from protocol.device_turns import LEARNER, look
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
+from trainer.pacing import Queue, standing, why_begin_nothing
 from trainer.rundir import RunFolder, short_of_room
 
 
@@ -25,14 +26,15 @@ class Wait:
     since_ms: int | None
 
 
-def waits(ledger: Ledger, config: TrainerConfig) -> list[dict[str, Any]]:
-    """One row for each part of the trainer: `part`, `what`, `since_ms`."""
+def waits(ledger: Ledger, config: TrainerConfig, now_ms: int) -> list[dict[str, Any]]:
+    """One row for each part of the trainer, and one for what is leased: `part`, `what`, `since_ms`."""
     owed, claims = ledger.owed(), ledger.claims()
     last_trace, last_verdict, last_policy = ledger.last_times()
     connected = ledger.view("SELECT COUNT(*) AS n, MAX(last_seen_ms) AS last FROM nodes WHERE connected")[0]
     found = [_gateway(ledger, owed, last_trace, connected["n"])]
     found += _auditors(owed, claims, last_verdict)
     found.append(_learner(ledger, config, last_policy))
+    found.append(_leases(ledger, config, now_ms))
     found += _device(ledger)
     return [asdict(each) for each in found]
 
@@ -86,6 +88,19 @@ def _device(ledger: Ledger) -> list[Wait]:
         return [Wait("device", "is asked for by the learner" if found.asked else "is nobody's now", None)]
     waiting = "; the learner waits until what is leased is drawn" if found.asked and found.who != LEARNER else ""
     return [Wait("device", f"is the {found.who}'s{waiting}", found.since_ms)]
+
+
+def _leases(ledger: Ledger, config: TrainerConfig, now_ms: int) -> Wait:
+    """Why nothing is begun, or what is before the next group that is."""
+    consumption, drawing = ledger.consumption(now_ms), ledger.count_drawing()
+    held = why_begin_nothing(consumption, drawing, consumption.made, config)
+    if held:
+        since = ledger.view(
+            "SELECT MIN(waits_ms) AS since FROM nodes WHERE connected AND waits LIKE 'waiting for the%'"
+        )
+        return Wait("leases", held, since[0]["since"])
+    queue = Queue(consumption.waiting, drawing, consumption.share)
+    return Wait("leases", f"as nodes ask: {standing(queue, config)}", None)
 
 
 def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | None) -> dict[str, Any]:

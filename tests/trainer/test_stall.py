@@ -68,7 +68,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Ledger
 
 
 def told(run: Run, ledger: Ledger) -> dict[str, tuple[str, int | None]]:
-    return {row["part"]: (row["what"], row["since_ms"]) for row in waits(ledger, run.config)}
+    return {row["part"]: (row["what"], row["since_ms"]) for row in waits(ledger, run.config, NOW)}
 
 
 def test_every_part_says_what_it_does_or_waits_for_and_since_when(made: tuple[Run, Ledger]) -> None:

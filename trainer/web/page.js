@@ -130,6 +130,16 @@ function stageRows(stages) {
   });
 }
 
+function rateRow(rate) {
+  const share = (count) => number(100 * count / rate.leased, 1) + " %";
+  const lag = rate.lag_mean === null ? "–" : number(rate.lag_mean, 1) + " (" + number(rate.lag_most) + ")";
+  return [
+    [rate.by, "soft"], [rate.kind], [number(rate.leased), "n"],
+    ...["completed", "expired", "returned", "refused", "stale", "used"].map((end) => [share(rate[end]), "n"]),
+    [lag, "n"],
+  ];
+}
+
 function element(name, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
@@ -174,6 +184,9 @@ async function refresh() {
   fill("nodes", state.nodes.map((node) => nodeRow(node, state.at_ms)));
   stageRows(stages);
   fill("policies", state.policies.map(policyRow));
+  fill("rates", state.rates.map(rateRow));
+  at("losses").textContent = state.losses.join(" · ");
+  at("losses").className = state.losses.length ? "hint bad" : "hint";
   fill("waits", state.waits.map((each) => [[each.part], [each.what, "wide"], [lasted(each.since_ms, state.at_ms), "soft"]]));
   at("pairs").textContent = state.pairs.map((each) => each.pair + ": " + (each.note === null ? "calibrated" : "new, audited in full (" + each.note + ")")).join(" · ");
   const reasons = Object.entries(state.refusals).map(([reason, count]) => reason + " " + count);
