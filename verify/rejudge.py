@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Final
 
 from protocol import codec
 from protocol.calibration import Calibration
+from protocol.envelope import Signed
 from protocol.environments.base import Environment, load
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import DecodeError, EnvironmentFault, LocalError, PolicyError, UsageError
 from protocol.lease import Lease
 from protocol.limits import MAX_TRACE_BYTES
+from protocol.log import EpochLog
 from protocol.outputs import cause
 from protocol.policy import Manifest, policy_root, version_name
 from protocol.trace import Trace, TraceFile
@@ -87,12 +89,13 @@ class Rejudge:
         verdicts = opened.newest()
         judged = [receipt for receipt, _ in opened.receipts if (receipt.trace_digest, receipt.node) in verdicts]
         report.undecided["traces without a verdict yet"] += len(opened.receipts) - len(judged)
-        if not judged:
-            report.undecided["policies that no judged trace was drawn from"] += 1
-            return
         found = self._policy(opened, report)
         if isinstance(found, str):
-            report.undecided[f"traces {found}"] += len(judged)
+            # An epoch without traces counts as the policy that is not checked.
+            report.undecided[f"traces {found}" if judged else f"epochs {found}"] += len(judged) or 1
+            return
+        report.counts["policies"] += 1
+        if not judged:
             return
         try:
             reading = Reading(self._tokenizer(opened, found), policy_shape(found))
@@ -152,6 +155,7 @@ class Rejudge:
     ) -> Iterator[Case]:
         """Those to recompute: they passed the cheap checks and were chosen. The others are compared here."""
         verdicts = opened.newest()
+        held = _objects(opened.log)
         for receipt in judged:
             where = f"{opened.name}, trace {receipt.trace_digest.hex()[:16]}…"
             verdict = verdicts[receipt.trace_digest, receipt.node]
@@ -172,6 +176,9 @@ class Rejudge:
                 report.undecided[f"traces whose task does not replay here ({error})"] += 1
                 continue
             report.counts["traces replayed"] += 1
+            # What a file carries beside the trace is not used here, but by whoever takes the file alone.
+            for name in _strange(file, held):
+                report.add(8, where, f"the {name} in its file is none of this epoch")
             calibration = None if verdict.calibration is None else opened.calibrations.get(verdict.calibration)
             why = None if calibration is None else misfit(calibration, trace, report.run)
             if why is not None:
@@ -204,6 +211,21 @@ class Rejudge:
         if key not in self._environments:
             self._environments[key] = load(*key)
         return self._environments[key]
+
+
+def _objects(log: EpochLog) -> dict[str, set[Signed]]:
+    """What a trace file may carry, by the name it has there."""
+    return {
+        "lease": set(log.leases),
+        "receipt": {each.receipt for each in log.submissions},
+        "verdict": {each.verdict for each in log.verdicts},
+        "calibration": set(log.calibrations),
+    }
+
+
+def _strange(file: TraceFile, held: dict[str, set[Signed]]) -> list[str]:
+    copies = {name: getattr(file, name) for name in held}
+    return [name for name, copy in copies.items() if copy is not None and copy not in held[name]]
 
 
 class _Model:

@@ -170,12 +170,22 @@ class RunAudit:
         self.report.epochs += 1
         opened = self._open(version, log)
         self._seals.check(opened)
+        if opened.manifest is not None and opened.manifest.version != version:
+            self._misplaced(opened, opened.manifest.version)
+            return
         self._count(opened)
         self._check_answers(opened)
         self._check_drawn(opened)
         self._check_verdicts(opened)
         _check_scores(opened, self.report)
         self._rejudge.epoch(opened, self.report)
+
+    def _misplaced(self, opened: Opened, version: int) -> None:
+        """The file of another epoch: said once, for nothing in it can agree with its place. Its numbers count, so
+        that what is missing is not said of them as well."""
+        what = f"is the epoch of policy version {version}: nothing else of it is checked in this place"
+        self.report.add(1, epoch_file(opened.version), what)
+        self._count(opened)
 
     def pass_over(self, first: int, last: int) -> None:
         """Epochs that the trainer says it lost. The seal after them still has to follow from the one before."""
@@ -250,13 +260,13 @@ class RunAudit:
         manifest = opened.manifest
         if manifest is None:
             return
-        if manifest.version != opened.version:
-            self.report.add(1, f"{opened.name}, manifest", f"it is of policy version {manifest.version}")
-        if opened.version == 0 and manifest.root != self._genesis.first_policy_root:
+        if opened.version == manifest.version == 0 and manifest.root != self._genesis.first_policy_root:
             self.report.add(1, f"{opened.name}, manifest", "its root is not that of the genesis' first policy")
 
     def _keep_lease(self, opened: Opened, lease: Lease, where: str) -> None:
         manifest = opened.manifest
+        if manifest is not None and manifest.version != opened.version:
+            return  # the file is another epoch's
         if lease.policy_version != opened.version or (manifest is not None and lease.policy_root != manifest.root):
             self.report.add(1, where, f"it is of policy version {lease.policy_version} or another root")
         shares = {(share.name, share.parameters) for share in self._genesis.environments}

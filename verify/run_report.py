@@ -30,7 +30,7 @@ _COUNTED: Final = {
     5: ("draws", "rates"),
     6: ("verdicts",),
     7: ("scores",),
-    8: ("traces replayed", "traces recomputed by the model", "verdicts reached again"),
+    8: ("policies", "traces replayed", "traces recomputed by the model", "verdicts reached again"),
 }
 
 
@@ -85,5 +85,11 @@ def print_report(report: Report) -> None:
         console.print(f"… and {report.disagreeing - SHOWN:,} more (--json lists up to {len(report.disagreements):,})")
     if report.disagreeing:
         console.print(Text(f"{report.disagreeing:,} DISAGREE", style="bold red"))
+        console.print(
+            "A log that was copied or served badly shows this too: export or fetch it again, and audit that. What "
+            "still disagrees is the trainer's to explain: it signed it. Keep this log; --json names step and place "
+            "of each, and `rlverify check` shows one trace by itself.",
+            soft_wrap=True,
+        )
     else:
         console.print(Text("ALL AGREE", style="bold green"))

@@ -117,11 +117,15 @@ class SmallLog:
         return [codec.decode(Verdict, each.verdict.payload) for each in self.epochs[version].verdicts]
 
     def with_verdict(self, version: int, place: int, signer: Identity = TRAINER, **changes: Any) -> None:
-        """One verdict says something else, signed and sealed."""
+        """One verdict says something else, signed and sealed, and in the trace's file."""
         verdict = replace(self.verdicts(version)[place], **changes)
+        signed = seal(signer, verdict)
         logged = list(self.epochs[version].verdicts)
-        logged[place] = replace(logged[place], verdict=seal(signer, verdict))
+        logged[place] = replace(logged[place], verdict=signed)
         self.change(version, verdicts=tuple(logged))
+        file = self.traces.get(verdict.trace_digest)
+        if file is not None and file.verdict is not None:
+            self.traces[verdict.trace_digest] = replace(file, verdict=signed)
 
     def with_submission(self, version: int, place: int, **changes: Any) -> None:
         listed = list(self.epochs[version].submissions)

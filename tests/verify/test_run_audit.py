@@ -330,6 +330,34 @@ def test_files_that_are_missing_damaged_or_exchanged_are_named(log: SmallLog, tm
     assert "1 epochs/000001.msgpack: is not an epoch" in found
 
 
+def test_the_file_of_another_epoch_is_named_once(log: SmallLog, tmp_path: Path) -> None:
+    folder = log.write(tmp_path / "log")
+    shutil.copy(folder / "epochs" / "000000.msgpack", folder / "epochs" / "000001.msgpack")
+    source = FolderSource(folder)
+    report = audit_run(source, Rejudge(source, None, 0, "cpu"))
+    found = [line for line in said(report) if "epochs/000001" in line]
+    assert found == [
+        "1 epochs/000001.msgpack: is the epoch of policy version 0: nothing else of it is checked in this place"
+    ]
+    assert not any("epoch 1, lease" in line or "epoch 1, manifest" in line for line in said(report))
+
+
+def test_what_a_trace_file_carries_beside_its_trace_is_of_the_log(log: SmallLog, tmp_path: Path) -> None:
+    folder = log.write(tmp_path / "log", traces=True)
+    digest = log.receipt(0, 2).trace_digest
+    file = log.traces[digest]
+    assert file.receipt is not None
+    forged = small_log.seal(
+        small_log.TRAINER, replace(codec.decode(small_log.Receipt, file.receipt.payload), sequence=9)
+    )
+    path = folder / "traces" / f"{digest.hex()}.msgpack"
+    path.write_bytes(codec.encode(replace(file, receipt=forged)))
+    source = FolderSource(folder)
+    report = audit_run(source, Rejudge(source, None, 0, "cpu"))
+    assert said(report) == [f"8 epoch 0, trace {digest.hex()[:16]}…: the receipt in its file is none of this epoch"]
+    assert report.counts["policies"] == 3
+
+
 # --- what is no log ---
 
 
