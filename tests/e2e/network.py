@@ -68,8 +68,8 @@ class Network:
         self._stack.callback(end, process)
         return process
 
-    def serve(self) -> Process:
-        process = self._serve(command("trainer.cli", "serve", self.run.path, "--json"))
+    def serve(self, *more: object) -> Process:
+        process = self._serve(command("trainer.cli", "serve", self.run.path, "--json", *more))
         assert process.poll() is None, self.log("serve")
         return process
 
