@@ -21,7 +21,7 @@ from typing import Final
 
 from trainer.config import TrainerConfig
 
-LUCK: Final = 2.0  # standard deviations: so many more of the groups being drawn may teach something than usual
+LUCK: Final = 3.0  # standard deviations: by so much more of the groups being drawn may teach something than usual
 SCARCE: Final = 0.25  # below this share of groups that teach something, no more are drawn at once: a lease reads all
 BASE_TOKENS: Final = 1024  # drawn tokens for which lease_seconds is enough
 
@@ -55,6 +55,7 @@ class Queue:
     waiting: int
     drawing: int
     share: float
+    judged: int  # complete groups of which the share was measured
 
     @property
     def usual(self) -> float:
@@ -62,9 +63,14 @@ class Queue:
 
     @property
     def most(self) -> float:
-        """With luck: the groups' rewards differ or not, each by itself."""
-        spread = LUCK * math.sqrt(self.share * (1 - self.share) * self.drawing)
+        """With luck: each group's rewards differ or not by itself, and the share was measured of groups that did so."""
+        single = self.share * (1 - self.share)
+        spread = LUCK * math.sqrt(single * self.drawing * (1 + self.drawing / (self.judged + 1)))
         return self.waiting + min(self.drawing, self.share * self.drawing + spread)
+
+
+def queue_of(consumption: Consumption, drawing: int) -> Queue:
+    return Queue(consumption.waiting, drawing, consumption.share, consumption.judged)
 
 
 def versions_until_used(queue: Queue, config: TrainerConfig) -> int:
@@ -77,7 +83,7 @@ def why_begin_nothing(of: Consumption, drawing: int, version: int, config: Train
     behind = of.made - version
     if behind > config.staleness_target:
         return f"policy {of.made} is being published, this node's newest is {version}: {_target(config)}"
-    queue = Queue(of.waiting, drawing, of.share)
+    queue = queue_of(of, drawing)
     if behind + versions_until_used(queue, config) <= config.staleness_target:
         return ""
     # Luck is no reason to let the learner wait: what its next step lacks is always begun.

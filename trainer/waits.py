@@ -13,7 +13,7 @@ from protocol.device_turns import LEARNER, look
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
-from trainer.pacing import Queue, standing, why_begin_nothing
+from trainer.pacing import queue_of, standing, why_begin_nothing
 from trainer.rundir import RunFolder, short_of_room
 
 
@@ -99,8 +99,7 @@ def _leases(ledger: Ledger, config: TrainerConfig, now_ms: int) -> Wait:
             "SELECT MIN(waits_ms) AS since FROM nodes WHERE connected AND waits LIKE 'waiting for the%'"
         )
         return Wait("leases", held, since[0]["since"])
-    queue = Queue(consumption.waiting, drawing, consumption.share)
-    return Wait("leases", f"as nodes ask: {standing(queue, config)}", None)
+    return Wait("leases", f"as nodes ask: {standing(queue_of(consumption, drawing), config)}", None)
 
 
 def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | None) -> dict[str, Any]:
