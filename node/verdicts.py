@@ -14,9 +14,10 @@ from node.store import RunStore
 from node.weights import keep_trying
 from protocol.envelope import Signed, unseal
 from protocol.errors import Code, RemoteError
-from protocol.verdict import Outcome, Verdict, check_verdict, may_replace
+from protocol.verdict import Fingerprint, Outcome, Verdict, check_verdict, may_replace
 
-_REMEMBERED: Final = 8_192  # a verdict comes along with a receipt and again by heartbeat
+_REMEMBERED: Final = 2_048  # a verdict comes along with a receipt and again by heartbeat
+_ANYBODY: Final = Fingerprint("", "", "", "")
 
 
 class Verdicts:
@@ -56,7 +57,7 @@ class Verdicts:
         """Show a verdict, once. One that replaces another (SPEC 8.8) is counted in its stead."""
         values, reason = summary(verdict), str(verdict.reason)
         earlier = self._counted.get(verdict.trace_digest)
-        small = replace(verdict, checks=(), scores=())
+        small = self._small(verdict)
         if earlier is not None:
             if small == earlier or verdict.judged_ms < earlier.judged_ms:
                 return
@@ -75,6 +76,13 @@ class Verdicts:
             self._status.not_judged[reason] += 1
             event = Event("verdict", f"a trace was not judged, {reason} (no fault of this node)", Level.INFO, values)
         self._report(event)
+
+    def _small(self, verdict: Verdict) -> Verdict:
+        """What tells it from another on the same trace: a node that stays for weeks holds thousands of them."""
+        return replace(
+            verdict, run=self._run, node=self._node, lease_id=b"", policy_root=b"", calibration=None, checks=(),
+            scores=(), verifier=_ANYBODY,
+        )  # fmt: skip
 
     def _uncount(self, later: Verdict, earlier: Verdict) -> None:
         if not may_replace(later, earlier):
