@@ -88,7 +88,8 @@ class Engine(Protocol):
         """Tokens that one sequence may grow to, prompt included, where this device has room for fewer than the
         policy knows; None where the policy's own limit holds, which is every node's."""
 
-    def usage(self) -> Usage: ...
+    def usage(self) -> Usage:
+        """Asked every second, also while nothing is drawn: raises EngineBroken when the engine is gone."""
 
     def descriptor(self) -> EngineDescriptor: ...
 

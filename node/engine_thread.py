@@ -167,13 +167,17 @@ class EngineThread:
             self._post(self._ended.set)
 
     def _run_commands(self, engine: Engine) -> bool:
-        """All commands that are here; waits for one when there is nothing to step. False to stop."""
+        """All commands that are here; waits for one when there is nothing to step, and looks meanwhile whether the
+        engine is still there. False to stop."""
         wait = not self._in_turn
         while True:
             try:
-                item = self._commands.get(block=wait)
+                item = self._commands.get(block=wait, timeout=_USAGE_SECONDS)
             except queue.Empty:
-                return True
+                if not wait:
+                    return True
+                self._look(engine)
+                continue
             if item is None:
                 return False
             command, waiter = item

@@ -42,6 +42,7 @@ _CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE
 _CPU_LENGTH: Final = 8_192  # positions at most on a CPU: vLLM wants room in the cache for one such sequence
 _CPU_BLOCK: Final = 32  # tokens a block of the cache, which is found again in whole blocks: 128 by default on a CPU
 _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+NODE_PID: Final = "RLCOMMONS_NODE_PID"  # an environment variable: whom vLLM's processes must not outlive
 _CHECKED_LAYERS: Final = 3  # of each policy that is loaded: the first, the last and one that changes
 
 
@@ -146,6 +147,8 @@ class VllmEngine:
     # --- what the worker asks ---
 
     def usage(self) -> Usage:
+        if self._vllm is not None and self._own_process:
+            self._guarded(self._vllm.engine_core.ensure_alive)
         if self._vllm is None or not self._by_request:
             return Usage(cache=0.0)
         running, tokens = self._rpc("rlc_usage")
@@ -579,6 +582,11 @@ def _prepare_environment(numbers: Sequence[int], threads: int | None, own_proces
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
     _log_to_file()
+    os.environ.pop(NODE_PID, None)
+    if own_process:
+        os.environ[NODE_PID] = str(os.getpid())
+        # By default vLLM forks on CUDA: a copy of a process with many threads, locks and open connections.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if threads is not None and not numbers:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the cores are not ours alone

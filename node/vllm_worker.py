@@ -11,7 +11,13 @@ insides is in `_rows_of_v1` and `_rows_of_v2` and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
+import os
+import select
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from node.vllm_engine import NODE_PID
 from protocol.errors import EngineError
 from protocol.limits import PROOF_CHUNK_TOKENS
 from verify.sampling import sample
@@ -490,3 +497,30 @@ def _computes_alike(module: Any, method: Any, weight: Tensor) -> bool:
     if found.shape != expected.shape:
         return False
     return float((found - expected).norm()) <= _SAME.get(dtype, 0.03) * float(expected.norm())
+
+
+# --- the end of the node is the end of vLLM ---
+
+
+def _end_with(node: int) -> None:
+    """vLLM's core does not notice that who started it was killed: it would keep the card until a person looks."""
+    with contextlib.suppress(ProcessLookupError):  # gone already
+        alive = os.pidfd_open(node)
+        watched = select.poll()
+        watched.register(alive, select.POLLIN)
+        watched.poll()
+    core = multiprocessing.parent_process()
+    if core is not None and core.pid is not None and core.pid != node:  # this is a worker of several
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(core.pid, signal.SIGKILL)
+    os._exit(1)
+
+
+def _watch_the_node() -> None:
+    node = int(os.environ.get(NODE_PID, "0"))
+    if node and multiprocessing.parent_process() is not None:
+        threading.Thread(target=_end_with, args=(node,), daemon=True, name="rlnode watch").start()
+
+
+# vLLM loads this file in each of its processes before it loads the model: a start may be interrupted as well.
+_watch_the_node()

@@ -385,6 +385,37 @@ def test_an_engine_that_is_gone_between_two_steps_is_made_again(tmp_path: Path) 
     trio.run(scenario)
 
 
+class _GoneIdle(Failing):
+    """An engine whose process ends while nothing is drawn, once: `steps_left` says when."""
+
+    def step(self) -> tuple[TurnDone, ...]:
+        return self.inner.step()
+
+    def usage(self) -> Usage:
+        if self.steps_left[0] == 0:
+            self.steps_left[0] = -1
+            raise EngineBroken("vLLM's process ended: killed")
+        return self.inner.usage()
+
+
+def test_an_engine_that_is_gone_while_nothing_is_drawn_is_noticed_all_the_same(tmp_path: Path) -> None:
+    left = [1]
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.max_leases = 2
+            node = w.node(make=lambda config: _GoneIdle(make_engine(config), left))
+            await w.trainer.until(lambda: len(w.trainer.traces) == 8)
+            left[0] = 0
+            said = await node.until_said("engine_failed")
+            assert "vLLM's process ended: killed" in said.text
+            w.trainer.max_leases = 4
+            await w.trainer.until(lambda: len(w.trainer.traces) == 16)
+            assert node.failure is None
+
+    trio.run(scenario)
+
+
 class _Hopeless(Failing):
     """An engine that fails as soon as it draws for someone."""
 

@@ -15,12 +15,10 @@ import pytest
 import trio
 
 from node import vllm_engine
-from node.config import NodeConfig
 from node.engine import EngineBroken, OutOfMemory, SequenceRequest, TurnDone, probe
 from node.engine_thread import EngineThread
 from protocol.errors import EngineError, PolicyError
 from protocol.limits import PROOF_CHUNK_TOKENS
-from tests.node.rig import world
 from tests.vllm.conftest import EMBEDDED, SMOLLM2, make_policy
 
 if importlib.util.find_spec("vllm") is not None:
@@ -486,33 +484,6 @@ def test_the_process_that_holds_the_model_tells_why_it_ended_by_its_log(
     assert vllm_engine._is_out_of_memory(failed)
     log.write_text("ValueError: no such layer\n")
     assert not vllm_engine._is_out_of_memory(failed)
-
-
-def test_a_node_whose_vllm_is_killed_gives_its_leases_back_and_goes_on(
-    alone: None, policies: dict[str, Path], tmp_path: Path
-) -> None:
-    """As on a GPU, vLLM's core is a process of its own; `kill -9` takes it away in the middle of the work."""
-
-    def make(config: NodeConfig) -> VllmEngine:
-        return VllmEngine(slots=4, threads=1, own_process=True)
-
-    async def scenario() -> None:
-        async with world(tmp_path, publish=False, seconds=600) as w:
-            w.trainer.publish(policies["a"], 0)
-            node = w.node(make=make)
-            await w.trainer.until(lambda: len(w.trainer.traces) >= 4, 500)
-            for child in psutil.Process().children(recursive=True):
-                if "resource_tracker" not in " ".join(child.cmdline()):
-                    child.kill()
-            said = await node.until_said("engine_failed")
-            assert "vLLM" in said.text and "leases given back" in said.text
-            await w.trainer.until(lambda: any("vLLM" in cause for cause in w.trainer.returned.values()))
-            count = len(w.trainer.traces)
-            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 4, 500)
-            assert node.failure is None
-            await node.leave()
-
-    trio.run(scenario)
 
 
 # --- rows, without a model ---
