@@ -311,7 +311,8 @@ async def _watch_stdin(stop: trio.Event, at_once: trio.CancelScope) -> None:
         while os.read(0, 4096):
             pass
 
-    await trio.to_thread.run_sync(read, abandon_on_cancel=True)
+    # trio-typing, which libp2p brings along, describes an older trio.
+    await trio.to_thread.run_sync(read, abandon_on_cancel=True)  # type: ignore[call-arg]
     stop.set()
     await trio.sleep(_END_SECONDS)
     at_once.cancel()

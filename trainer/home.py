@@ -44,9 +44,12 @@ def find_rlnode() -> str:
     return found
 
 
-def prepare(run: Run, rlnode: str, *, in_turns: bool) -> bytes:
-    """Give the home engine its key, and a place to take turns in; its node. Raises LocalError or UsageError."""
+def prepare(run: Run, rlnode: str, *, in_turns: bool) -> bytes | None:
+    """Give the home engine its key, and a place to take turns in; its node. None without `rlnode`: there is none then,
+    and nobody takes turns. Raises LocalError or UsageError."""
     _set_turns(run.folder, in_turns)
+    if not rlnode:
+        return None
     if not run.folder.home_key.exists():
         save_identity(Identity.generate(), run.folder.home_key)
     identity = load_identity(run.folder.home_key)
@@ -63,11 +66,6 @@ def _give_key(rlnode: str, folder: RunFolder) -> None:
         raise LocalError(f"the home engine could not be given its key: {error}") from None
     if done.returncode:
         raise LocalError(f"the home engine could not be given its key: {done.stderr.strip() or done.returncode}")
-
-
-def without(folder: RunFolder) -> None:
-    """There is no home engine: nobody takes turns, and there is no node."""
-    _set_turns(folder, False)
 
 
 def _set_turns(folder: RunFolder, wanted: bool) -> None:
@@ -99,9 +97,9 @@ def _device_words(config: TrainerConfig) -> tuple[str, ...]:
 
 
 def in_turns(config: TrainerConfig) -> TrainerConfig:
-    """As dispatch is to see it: no more is begun than one step uses, so that who draws is done when a step is due, and
-    what is left over is learned from by the next."""
-    return replace(config, open_groups=min(config.open_groups, config.groups_per_step), staleness_target=0)
+    """As dispatch is to see it: no more is begun than the next step lacks (pacing.py), so that who draws is done when
+    it is due. What luck leaves over is learned from by the one after."""
+    return replace(config, staleness_target=0)
 
 
 @contextmanager

@@ -220,7 +220,7 @@ class Inbox:
     def _turn_away(self, arrival: Arrival, trace: Trace, digest: bytes, refusal: Finding) -> Submitted:
         """A signed verdict and no receipt: the trace is not kept."""
         verdict = self.notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
-        with self._telling_of_trust(arrival.peer, refusal.reason, arrival.received_ms):
+        with self._minding_trust(arrival.peer, refusal.reason, arrival.received_ms):
             self._ledger.add_verdict(
                 arrival.peer,
                 digest,
@@ -233,16 +233,18 @@ class Inbox:
         return Submitted(None, verdict)
 
     @contextmanager
-    def _telling_of_trust(self, node: bytes, reason: Reason | None, now_ms: int) -> Iterator[None]:
-        """SPEC 10.7: a lie costs a trusted node its trust. That follows from the verdict written within; here a person
-        is told."""
+    def _minding_trust(self, node: bytes, reason: Reason | None, now_ms: int) -> Iterator[None]:
+        """SPEC 10.7: a lie costs a trusted node its trust. That follows from the verdict written within; here what was
+        let in by it is sent to audit, and a person told."""
         ledger = self._ledger
         was = reason is not None and ledger.trust(node, ledger.last_verdict()) is not None
         yield
         if was and ledger.trust(node, ledger.last_verdict()) is None:
+            held = ledger.quarantine(node)
+            also = f"; {held} of its traces that were accepted without an audit are audited now" if held else ""
             text = (
-                f"node {peer_id(node)} was trusted and is not any more: a trace of it was refused ({reason}). It is "
-                f"audited like any other until the run is served with --trust {peer_id(node)} again"
+                f"node {peer_id(node)} was trusted and is not any more: a trace of it was refused ({reason}){also}. "
+                f"It is audited like any other until the run is served with --trust {peer_id(node)} again"
             )
             ledger.add_event(now_ms, "trust", text)
 
@@ -260,7 +262,7 @@ class Inbox:
         if decision.verdict is None:
             self._ledger.send_to_audit(row.sequence, decision.reward or 0.0, checks)
             return
-        with self._telling_of_trust(row.node, decision.reason, now_ms):
+        with self._minding_trust(row.node, decision.reason, now_ms):
             self._ledger.judge(
                 row,
                 state=decision.state,
@@ -273,11 +275,11 @@ class Inbox:
                 calibration=decision.calibration,
                 scores=decision.scores,
             )
+            if row.reaudit is None and decision.audited and decision.state is SubmissionState.REFUSED:
+                self._follow_up(decision, now_ms)
         if row.reaudit is not None:
             name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
             self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")
-        elif decision.audited and decision.state is SubmissionState.REFUSED:
-            self._follow_up(decision, now_ms)
 
     def _follow_up(self, decision: Decision, now_ms: int) -> None:
         """SPEC 10.7: after a failed audit what the node handed in and is not yet learned from is looked at."""

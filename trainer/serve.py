@@ -43,6 +43,7 @@ STOP_SECONDS: Final = 4.0  # children get so long to end before they are killed
 RESTART_SECONDS: Final = (0.2, 1.0, 3.0, 10.0, 30.0)  # before the first, second, … restart in a row
 HEALTHY_SECONDS: Final = 60.0  # a process that ran so long starts again at once
 LOOK_SECONDS: Final = 0.1
+READ_SECONDS: Final = 1.0  # for the last words of a process that ended; a child of its own may hold its end open
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
 START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
@@ -70,6 +71,7 @@ class Child:
     start_at: float = 0.0
     ended_for: str = ""  # why this process was ended by the supervisor
     last_words: list[str] = field(default_factory=list)
+    reader: threading.Thread | None = None  # of what it says
 
 
 def children_of(run: Run, wandb: str = "", placement: str = "disaggregated", rlnode: str = "") -> list[Child]:
@@ -159,12 +161,15 @@ class Supervisor:
         child.last_words.clear()
         source = child.process.stderr or child.process.stdout
         assert source is not None
-        threading.Thread(target=_keep_log, args=(source, child.log, child.last_words), daemon=True).start()
+        child.reader = threading.Thread(target=_keep_log, args=(source, child.log, child.last_words), daemon=True)
+        child.reader.start()
 
     def _ended(self, child: Child, code: int, now: float, wanted: bool) -> None:
         if child.process is not None:
             _hang_up(child.process)
         child.process = None
+        if child.reader is not None:
+            child.reader.join(READ_SECONDS)
         if not wanted:
             return
         child.failures = 0 if now - child.started > HEALTHY_SECONDS else child.failures
@@ -293,7 +298,7 @@ def serve(
     with locked(run, moved=moved), _Stopping() as stopping:
         for of_an_earlier_time in (run.folder.page, run.folder.address, run.folder.near_address):
             of_an_earlier_time.unlink(missing_ok=True)
-        node = home.prepare(run, rlnode, in_turns=placement == "colocated") if rlnode else home.without(run.folder)
+        node = home.prepare(run, rlnode, in_turns=placement == "colocated")
         ledger, looking = Ledger(run.folder.ledger), Ledger(run.folder.ledger, read_only=True)
         supervisor = Supervisor(run, ledger, children_of(run, wandb, placement, rlnode))
         screen = _screen(run, as_json)

@@ -1,7 +1,8 @@
-"""A node on a device that it shares with a learner: it draws in its turn, gives way when all is drawn, and comes back."""
+"""A node on a device that it shares with a learner: it draws in its turn, gives way when all is drawn, comes back."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,11 @@ def test_the_engine_gives_way_to_the_learner_and_takes_up_the_policy_that_it_mad
     assert engine.calls == ["sleep", "wake"] and engine.seen == {ENGINE}
     noted = turns(folder)
     assert [each.who for each in noted] == [ENGINE, LEARNER, ENGINE]
-    assert all(before.to_ms <= after.from_ms for before, after in zip(noted, noted[1:], strict=False))
+    assert all(before.to_ms <= after.from_ms for before, after in pairwise(noted))
 
 
 def test_a_node_that_shares_nothing_takes_no_turns(tmp_path: Path) -> None:
     address = RunAddress("/ip4/127.0.0.1/tcp/1", bytes(32), bytes(32))
-    with pytest.raises(UsageError, match=r"--share-device .*nowhere is not a folder: `rltrainer serve --placement colo"):
+    with pytest.raises(UsageError, match=r"--share-device .*nowhere is not a folder: `rltrainer serve"):
         NodeConfig(address=address, turns=tmp_path / "nowhere")
     assert NodeConfig(address=address).turns is None

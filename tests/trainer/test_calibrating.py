@@ -146,14 +146,19 @@ def test_a_bfloat16_pair_that_nobody_measured_is_scored_provisionally_and_blamed
         pass
     found = results(ledger)[32:]
     failed = [check.reason for each in found if (check := first_failure(each.checks)) is not None]
-    assert node_evidence((), sums_of(found)) > NODE_EVIDENCE_NATS and set(failed) <= {Reason.PAIR_EVIDENCE, Reason.MARGIN}
+    assert node_evidence((), sums_of(found)) > NODE_EVIDENCE_NATS and set(failed) <= {
+        Reason.PAIR_EVIDENCE,
+        Reason.MARGIN,
+    }
     assert failed.count(Reason.MARGIN) < len(found) // 4
     name = pair_name(pair_of(engine, run.config))
     assert ledger.calibrated_pairs() == set() and len(ledger.calibrations()) == 2
     assert "rlverify calibrate --traces" in note(ledger, pair_of(engine, run.config)), name
 
 
-def test_a_new_pair_is_measured_on_the_first_traces_of_a_node_that_is_trusted(made: tuple[Run, Ledger, Gateway]) -> None:
+def test_a_new_pair_is_measured_on_the_first_traces_of_a_node_that_is_trusted(
+    made: tuple[Run, Ledger, Gateway],
+) -> None:
     run, ledger, gateway = made
     auditor = Auditor(run, ledger, "auditor-0")
     gateway.submit(gateway.draw(2, 0), engine=VLLM)

@@ -23,11 +23,11 @@ from protocol.calibration import Calibration
 from protocol.envelope import Signed, seal, unseal
 from protocol.environments import base
 from protocol.errors import Code, ConnectionLost, Refused, RemoteError, Unreachable
+from protocol.identity import peer_id
 from protocol.lease import SeedInput, slot_seed
 from protocol.limits import NODE_EVIDENCE_NATS
 from protocol.log import Draw
 from protocol.messages import Version
-from protocol.identity import peer_id
 from protocol.net.base import Stream
 from protocol.net.memory import Nat
 from protocol.net.session import Session
@@ -60,6 +60,7 @@ from trainer.ledger_rows import CalibrationRow, GroupState, SlotState, Submissio
 from trainer.network import network_line, read_network
 from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run, load_secrets, open_run
+from trainer.summary import summary
 from verify.check import CHEAP, DEAR
 from verify.draw import is_drawn
 from verify.finding import Finding, as_check
@@ -710,7 +711,10 @@ async def test_a_node_that_a_person_trusts_is_audited_at_the_floor_from_its_firs
             await client.submit(script.trace(*place))
         while None in (found := [draw for digest, draw in draws(trainer).items() if digest != lie]):
             await client.beat()
-        assert {(draw.rate, draw.trusted) for draw in found if draw is not None and draw.trusted is None} == {(1.0, None)}
+        assert {(draw.rate, draw.trusted) for draw in found if draw is not None and draw.trusted is None} == {
+            (1.0, None)
+        }
+        assert trainer.ledger.waiting_audits() == 15, "what was let in on trust as well"
         told = trainer.ledger.view("SELECT text FROM events WHERE kind = 'trust'")
         assert len(told) == 1 and f"--trust {peer_id(client.who.node)}" in told[0]["text"]
         # Only a person brings it back.
@@ -898,6 +902,41 @@ async def test_what_an_auditor_measured_is_signed_and_stands_beside_the_verdicts
 
 
 # --- restarts and a full disk ---
+
+
+@on_trio
+async def test_what_waits_for_the_learner_holds_back_leases_and_does_so_after_a_restart(
+    make_run: MakeRun, script: Script
+) -> None:
+    run = make_run(staleness_target=0)
+    cause = "waiting for the learner: 1 groups wait, 1 in flight, enough for 1 steps (staleness_target 0)"
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        (lease,) = await client.leases(4)
+        for slot in range(4):
+            await client.submit(script.trace(lease, slot, right=slot < 2))
+        await client.verdicts(4)
+        (lease,) = await client.leases(8)
+        assert len(lease.slots) == 4 and lease.deadline_ms - lease.issued_ms == 120_000
+        reply = await client.ask(messages.GetLeases(8, (0,)), messages.LeasesReply)
+        assert (reply.leases, reply.cause) == ((), cause)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        reply = await client.ask(messages.GetLeases(8, (0,)), messages.LeasesReply)
+        assert (reply.leases, reply.cause) == ((), cause)
+        shown = summary(trainer.ledger, run.config, time.time_ns() // 1_000_000)
+        told = {row["part"]: row["what"] for row in shown["waits"]}
+        assert told["leases"] == cause and cause in trainer.ledger.view("SELECT waits FROM nodes")[0]["waits"]
+
+
+@on_trio
+async def test_completions_that_may_be_long_get_more_time(make_run: MakeRun) -> None:
+    run = make_run(max_turn_tokens=14, lease_token_seconds=0.5, max_tokens=4096)
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        (short,) = await client.leases(1)
+        assert short.deadline_ms - short.issued_ms == 120_000, "two turns of 14 tokens, whatever max_tokens is"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.office.leasing._stock, "turns", lambda *_: 100)
+            (long,) = await client.leases(1)
+        assert long.deadline_ms - long.issued_ms == 120_000 + (1400 - 1024) * 500
 
 
 @on_trio

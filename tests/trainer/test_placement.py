@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,21 +22,27 @@ from trainer.config import TrainerConfig, load_config, write_config
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.naming import name_nodes, nodes_of
+from trainer.pacing import Consumption, why_begin_nothing
 from trainer.rundir import Run, open_run
 from trainer.stall import Seen
 from trainer.summary import summary
-from trainer.waits import waits
 
 NODE, OTHER, AT_HOME = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 # A peer id of an RSA key, as older libp2p nodes have.
 RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shares = (EnvironmentShare("tools8@1", "", 1),)
-    config = TrainerConfig(listen="/ip4/127.0.0.1/tcp/0", page_port=0, stall_seconds=0.3)
-    return init_run(tmp_path / "run", name="test", policy="embedded", environments=shares, config=config)
+    config = TrainerConfig(listen="/ip4/127.0.0.1/tcp/0", page_port=0)
+    path = tmp_path_factory.mktemp("template") / "run"
+    return init_run(path, name="test", policy="embedded", environments=shares, config=config).folder.path
+
+
+@pytest.fixture
+def run(tmp_path: Path, template: Path) -> Run:
+    return open_run(Path(shutil.copytree(template, tmp_path / "run")))
 
 
 @pytest.fixture
@@ -132,11 +140,9 @@ def stand_in(folder: Path, script: str) -> Path:
 def test_the_home_engine_is_rlnode_beside_this_interpreter_or_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home.sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "other"))
-    with pytest.raises(
-        UsageError, match=r"there is no rlnode beside .*pip install -e \.\), or serve with"
-    ):
+    with pytest.raises(UsageError, match=r"there is no rlnode beside .*pip install -e \.\), or serve with"):
         home.find_rlnode()
     there = stand_in(tmp_path / "other", "")
     assert home.find_rlnode() == str(there)
@@ -158,6 +164,12 @@ def test_an_rlnode_that_cannot_take_its_key_is_quoted(run: Run, tmp_path: Path) 
         home.prepare(run, str(broken), in_turns=False)
 
 
+def test_without_an_engine_of_its_own_a_run_has_no_turns_left_from_before(run: Run) -> None:
+    run.folder.turns.mkdir()
+    assert home.prepare(run, "", in_turns=False) is None
+    assert not run.folder.turns.exists() and not run.folder.home_key.exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "device"),
     [
@@ -174,9 +186,11 @@ def test_it_joins_with_the_runs_device_and_dtype(run: Run, settings: dict[str, o
     assert shared == f"{words} --share-device {run.folder.turns}"
 
 
-def test_in_turns_no_more_is_begun_than_one_step_uses() -> None:
-    found = home.in_turns(TrainerConfig(groups_per_step=8, open_groups=48, staleness_target=4))
-    assert (found.open_groups, found.staleness_target) == (8, 0)
+def test_in_turns_no_more_is_begun_than_the_next_step_lacks() -> None:
+    config = TrainerConfig(groups_per_step=8, open_groups=48, staleness_target=4)
+    found = home.in_turns(config)
+    begun = next(count for count in range(100) if why_begin_nothing(Consumption(3, 2), count, 3, found))
+    assert begun == 6 < next(count for count in range(100) if why_begin_nothing(Consumption(3, 2), count, 3, config))
 
 
 def test_the_processes_of_each_placement(run: Run) -> None:
@@ -193,7 +207,7 @@ def test_a_run_whose_only_engine_fails_at_every_start_ends_with_its_reason(
 ) -> None:
     monkeypatch.setattr(serve, "RESTART_SECONDS", (0.0,))
     broken = stand_in(tmp_path / "bin", "import sys; sys.exit('rlnode: there is no room on the card')")
-    run.folder.logs.mkdir()
+    run.folder.logs.mkdir(exist_ok=True)
     for placement, ends in (("both", False), ("colocated", True)):
         children = [
             each for each in serve.children_of(run, placement=placement, rlnode=str(broken)) if each.name == home.NAME
@@ -221,6 +235,11 @@ def test_the_learner_steps_at_once_where_it_shares_nothing(run: Run) -> None:
     assert not run.folder.turns.exists()
 
 
+def device(run: Run, ledger: Ledger) -> str:
+    """What people are told of whose turn it is."""
+    return str(next(each["what"] for each in summary(ledger, run.config, 1)["waits"] if each["part"] == "device"))
+
+
 def test_the_learner_waits_for_the_engine_and_has_the_device_alone(run: Run, ledger: Ledger) -> None:
     run.folder.turns.mkdir()
     engine = Turns(run.folder.turns, ENGINE)
@@ -229,18 +248,17 @@ def test_the_learner_waits_for_the_engine_and_has_the_device_alone(run: Run, led
     def give_way() -> None:
         while not engine.is_asked():
             pass
-        assert {each["part"]: each["what"] for each in waits(ledger, run.config)}["device"] == (
-            "is the home engine's; the learner waits until what is leased is drawn"
-        )
+        said.append(device(run, ledger))
         engine.give_back()
 
+    said: list[str] = []
     other = threading.Thread(target=give_way)
     other.start()
     with home.learners_turn(run) as waited:
         assert waited and not engine.take() and engine.is_asked()
-        what = [each["what"] for each in waits(ledger, run.config) if each["part"] == "device"]
-        assert what == ["is the learner's"]
+        said.append(device(run, ledger))
     other.join()
+    assert said == ["is the home engine's; the learner waits until what is leased is drawn", "is the learner's"]
     assert engine.take()
     engine.close()
     assert [each.who for each in turns(run.folder.turns)] == ["home engine", "learner", "home engine"]
@@ -250,6 +268,7 @@ def test_an_engine_that_keeps_the_device_is_named_and_started_again(run: Run, le
     run.folder.turns.mkdir()
     engine = Turns(run.folder.turns, ENGINE)
     engine.take()
+    run = replace(run, config=replace(run.config, stall_seconds=0.3))
     with pytest.raises(LocalError, match=r"has not given the device up within 0\.3 s"), home.learners_turn(run):
         pass
     learner = Turns(run.folder.turns, "learner")
