@@ -79,15 +79,31 @@ def beginning(seconds: float) -> bytes:
 
 def step_of(data: bytes) -> int | None:
     """The step of an event of ours; None for the first record of a file."""
-    if data[9:10] != b"\x10":
-        return None
-    step = shift = 0
-    for byte in data[10:20]:
-        step |= (byte & 0x7F) << shift
-        shift += 7
+    return _read_varint(data, 10)[0] if data[9:10] == b"\x10" else None
+
+
+def tags_of(data: bytes) -> list[str]:
+    """The names of the scalars of an event of ours that has a step."""
+    at = _read_varint(data, 10)[1]
+    at = _read_varint(data, at + 1)[1]  # the summary's length: it is all that follows
+    found = []
+    while at < len(data):
+        length, value = _read_varint(data, at + 1)
+        size, tag = _read_varint(data, value + 1)
+        found.append(data[tag : tag + size].decode())
+        at = value + length
+    return found
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at a place, and the place after it."""
+    number = shift = 0
+    while True:
+        byte = data[at]
+        number |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
         if byte < 0x80:
-            return step
-    return None
+            return number, at
 
 
 def _delimited(field: int, data: bytes) -> bytes:
@@ -103,16 +119,19 @@ def _varint(number: int) -> bytes:
 
 
 class EventFile:
-    """The one file of a folder. `last` is the step written last, None before the first. Raises OSError."""
+    """The one file of a folder. `last` is the step written last, None before the first, and `last_tags` the names of
+    what was written of it then. Raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         self._path = folder / FILE_NAME
         self.last: int | None = None
+        self.last_tags: list[str] = []
         data = self._path.read_bytes() if self._path.exists() else b""
         whole = list(records(data))
         end = whole[-1][0] if whole else 0
-        self.last = max((step for _, body in whole if (step := step_of(body)) is not None), default=None)
+        if whole and (step := step_of(whole[-1][1])) is not None:
+            self.last, self.last_tags = step, tags_of(whole[-1][1])
         if end < len(data):
             os.truncate(self._path, end)  # a write that was cut off
         self._is_new = end == 0
@@ -125,8 +144,8 @@ class EventFile:
         with self._path.open("ab") as file:
             file.write(data)
         self._is_new = False
-        self.last = step
+        self.last, self.last_tags = step, list(scalars)
 
     def begin_anew(self) -> None:
         self._path.unlink(missing_ok=True)
-        self._is_new, self.last = True, None
+        self._is_new, self.last, self.last_tags = True, None, []

@@ -837,8 +837,9 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
             values = tuple(getattr(row, name) for name in EvaluationRow.__slots__)
             self._db.execute(f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * len(values))})", values)
 
-    def evaluations(self) -> list[EvaluationRow]:
-        return [EvaluationRow(*row) for row in self._db.execute("SELECT * FROM evaluations ORDER BY version")]
+    def evaluations(self, after: int = -1) -> list[EvaluationRow]:
+        rows = self._db.execute("SELECT * FROM evaluations WHERE version > ? ORDER BY version", (after,))
+        return [EvaluationRow(*row) for row in rows]
 
     def is_evaluated(self, version: int) -> bool:
         row = self._db.execute("SELECT 1 FROM evaluations WHERE version = ?", (version,)).fetchone()

@@ -1,11 +1,11 @@
-"""The records process: what each learner step came to, for people and their tools.
+"""The records process: what each learner step came to, and each evaluation, for people and their tools.
 
-    RUN/metrics.jsonl      one JSON object a step
+    RUN/metrics.jsonl      one JSON object a step, and one an evaluation, whose names begin with evaluation_
     RUN/tensorboard/       the same as scalars: tensorboard --logdir RUN/tensorboard
     Weights & Biases       with `rltrainer serve --wandb PROJECT`; WANDB_MODE=offline keeps it in RUN/wandb
 
 All follow the ledger, which alone counts: a start finds out what each holds, cuts off what a kill left half written,
-and adds what is missing, so that no step is missed or there twice. Started as `python -m trainer.records RUN`; ends
+and adds what is missing, so that nothing is missed or there twice. Started as `python -m trainer.records RUN`; ends
 when its stdin does. Not here: live figures (summary.py, the page's /metrics).
 """
 
@@ -19,29 +19,40 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from protocol.errors import RLCommonsError, StorageError
 from protocol.outputs import cause
 from trainer.child import Changes, alone, end_with_parent, say
 from trainer.event_files import EventFile
 from trainer.ledger import Ledger
-from trainer.ledger_rows import StepRow
+from trainer.ledger_rows import EvaluationRow, StepRow
 from trainer.rundir import Run, open_run
 
 IDLE_SECONDS: Final = 5.0
 _TAIL_BYTES: Final = 1 << 16  # of metrics.jsonl, in which its last whole line must be
-_NOT_SCALARS: Final = frozenset({"version", "created_ms"})
+_NOT_SCALARS: Final = frozenset({"version", "created_ms", "at_ms"})
+_EVALUATION: Final = "evaluation"
+
+Row = StepRow | EvaluationRow
+
+
+class Mark(NamedTuple):
+    """A row's place. A policy is evaluated after the step that made it and before the next: so rows are written in
+    this order, and the last one says what all before it were."""
+
+    version: int
+    is_evaluation: bool
 
 
 class Record(Protocol):
-    """Something that holds steps up to a version."""
+    """Something that holds rows up to a mark."""
 
     @property
-    def last(self) -> int | None:
-        """The one it holds last, None before the first."""
+    def last(self) -> Mark | None:
+        """Of the row it holds last, None before the first."""
 
-    def add(self, rows: Sequence[StepRow]) -> None: ...
+    def add(self, rows: Sequence[Row]) -> None: ...
 
     def begin_anew(self) -> None: ...
 
@@ -51,7 +62,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.last: int | None = None
+        self.last: Mark | None = None
         if not path.exists():
             return
         with path.open("rb+") as file:
@@ -60,38 +71,59 @@ class JsonLines:
             file.seek(start)
             lines = file.read().split(b"\n")
             whole, end = lines[:-1], size - len(lines[-1])  # what follows the last line break was cut off
-            while whole and (version := _version_in(whole[-1])) is None:
+            while whole and (mark := _mark_in(whole[-1])) is None:
                 end -= len(whole.pop()) + 1
-            self.last = version if whole else None
+            self.last = mark if whole else None
             file.truncate(end if whole else 0)
 
-    def add(self, rows: Sequence[StepRow]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(_finite(row)) + "\n" for row in rows))
-        self.last = rows[-1].version
+            file.write("".join(json.dumps(_line(row)) + "\n" for row in rows))
+        self.last = mark_of(rows[-1])
 
     def begin_anew(self) -> None:
         self._path.unlink(missing_ok=True)
         self.last = None
 
 
-def _version_in(line: bytes) -> int | None:
+def mark_of(row: Row) -> Mark:
+    return Mark(row.version, isinstance(row, EvaluationRow))
+
+
+def _mark_in(line: bytes) -> Mark | None:
     try:
-        version = json.loads(line)["version"]
+        fields = json.loads(line)
+        version = fields["version"]
     except (ValueError, KeyError, TypeError):
         return None
-    return version if isinstance(version, int) else None
+    return Mark(version, f"{_EVALUATION}_tasks" in fields) if isinstance(version, int) else None
 
 
-def _finite(row: StepRow) -> dict[str, Any]:
-    """JSON has no NaN."""
+def _fields(row: Row) -> dict[str, Any]:
+    """An evaluation whose every task failed has no reward."""
     fields = dataclasses.asdict(row)
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in fields.items()}
+    if isinstance(row, EvaluationRow) and not row.tasks:
+        fields |= {"reward_mean": math.nan, "reward_error": math.nan}
+    return fields
 
 
-def scalars(row: StepRow) -> dict[str, float]:
-    """A step's figures under the names that TensorBoard and Weights & Biases show."""
-    return {f"step/{name}": float(v) for name, v in dataclasses.asdict(row).items() if name not in _NOT_SCALARS}
+def _line(row: Row) -> dict[str, Any]:
+    """JSON has no NaN. In one file with the steps, an evaluation's figures have names of their own."""
+    before = f"{_EVALUATION}_" if isinstance(row, EvaluationRow) else ""
+    return {
+        name if name == "version" else before + name: None if isinstance(v, float) and not math.isfinite(v) else v
+        for name, v in _fields(row).items()
+    }
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """A row's figures under the names that TensorBoard and Weights & Biases show."""
+    before = _EVALUATION if isinstance(row, EvaluationRow) else "step"
+    return {f"{before}/{name}": float(v) for name, v in _fields(row).items() if name not in _NOT_SCALARS}
+
+
+def _made_ms(row: Row) -> int:
+    return row.at_ms if isinstance(row, EvaluationRow) else row.created_ms
 
 
 class TensorBoard:
@@ -101,12 +133,13 @@ class TensorBoard:
         self._file = EventFile(folder)
 
     @property
-    def last(self) -> int | None:
-        return self._file.last
+    def last(self) -> Mark | None:
+        step, tags = self._file.last, self._file.last_tags
+        return None if step is None else Mark(step, any(tag.startswith(_EVALUATION) for tag in tags))
 
-    def add(self, rows: Sequence[StepRow]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._file.write(row.created_ms / 1000, row.version, scalars(row))
+            self._file.write(_made_ms(row) / 1000, row.version, scalars(row))
 
     def begin_anew(self) -> None:
         self._file.begin_anew()
@@ -121,10 +154,7 @@ class WeightsAndBiases:
         folder = run.folder.path / "wandb"
         folder.mkdir(exist_ok=True)
         self._mark = folder / "last-version"
-        try:
-            self.last: int | None = int(self._mark.read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            self.last = None
+        self.last = _mark_noted(self._mark)
         self._run = wandb.init(
             project=project,
             id=run.run.hex()[:32],
@@ -133,12 +163,18 @@ class WeightsAndBiases:
             dir=run.folder.path,
             config=dataclasses.asdict(run.config),
         )
+        # Their steps only rise, and after a restart that of the policy evaluated now may be past.
+        self._run.define_metric(f"{_EVALUATION}/*", step_metric=f"{_EVALUATION}/version")
 
-    def add(self, rows: Sequence[StepRow]) -> None:
+    def add(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._run.log(scalars(row), step=row.version)
-        self.last = rows[-1].version
-        self._mark.write_text(f"{self.last}\n", encoding="ascii")
+            if isinstance(row, EvaluationRow):
+                self._run.log({**scalars(row), f"{_EVALUATION}/version": row.version}, commit=False)
+            else:
+                self._run.log(scalars(row), step=row.version)
+        self.last = mark_of(rows[-1])
+        kind = f" {_EVALUATION}" if self.last.is_evaluation else ""
+        self._mark.write_text(f"{self.last.version}{kind}\n", encoding="ascii")
 
     def begin_anew(self) -> None:
         """What was sent is there; steps that are not newer are not taken again."""
@@ -148,18 +184,32 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def bring_up_to_date(ledger: Ledger, each: Record) -> int:
-    """Add the steps that a record lacks; how many. Raises StorageError."""
+def _mark_noted(path: Path) -> Mark | None:
     try:
-        latest = ledger.policy()
-        if each.last is not None and (latest is None or each.last > latest[0]):
-            each.begin_anew()  # the run was put back to an earlier time
-        rows = ledger.steps(-1 if each.last is None else each.last)
+        version, *kind = path.read_text(encoding="ascii").split()
+        return Mark(int(version), kind == [_EVALUATION])
+    except (OSError, ValueError):
+        return None
+
+
+def bring_up_to_date(ledger: Ledger, each: Record) -> int:
+    """Add the rows that a record lacks; how many. Raises StorageError."""
+    try:
+        with ledger.snapshot():  # or an evaluation written between two reads would come after a later step, and be lost
+            latest = ledger.policy()
+            if each.last is not None and (latest is None or each.last.version > latest[0]):
+                each.begin_anew()  # the run was put back to an earlier time
+            rows = _after(ledger, each.last or Mark(-1, True))
         if rows:
             each.add(rows)
         return len(rows)
     except OSError as error:
         raise StorageError(f"a step cannot be noted: {cause(error)}") from None
+
+
+def _after(ledger: Ledger, last: Mark) -> list[Row]:
+    found: list[Row] = [*ledger.steps(last.version), *ledger.evaluations(last.version - 1)]
+    return sorted((row for row in found if mark_of(row) > last), key=mark_of)
 
 
 def serve(run: Run, ledger: Ledger, project: str) -> NoReturn:

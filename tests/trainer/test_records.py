@@ -23,11 +23,11 @@ from protocol.errors import UsageError
 from protocol.policy import policy_root
 from tests.trainer.fabricate import make_run
 from trainer import records
-from trainer.event_files import EventFile, checksum, record, step_of
+from trainer.event_files import EventFile, checksum, record, step_of, tags_of
 from trainer.event_files import records as records_in
 from trainer.export import export_policy
 from trainer.ledger import Ledger
-from trainer.ledger_rows import StepRow
+from trainer.ledger_rows import EvaluationRow, StepRow
 from trainer.records import JsonLines, TensorBoard, bring_up_to_date, scalars
 from trainer.rundir import Run
 
@@ -44,9 +44,16 @@ def step(version: int) -> StepRow:
     return StepRow(**{**fields, "version": version, "created_ms": 1_700_000_000_000 + 1000 * version})
 
 
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run, ledger = make_run(tmp_path_factory.mktemp("template") / "run")
+    ledger.close()
+    return run.folder.path
+
+
 @pytest.fixture
-def made(tmp_path: Path) -> Iterator[tuple[Run, Ledger]]:
-    run, ledger = make_run(tmp_path / "run")
+def made(tmp_path: Path, template: Path) -> Iterator[tuple[Run, Ledger]]:
+    run, ledger = make_run(tmp_path / "run", template)
     with closing(ledger):
         yield run, ledger
 
@@ -114,6 +121,59 @@ def test_wherever_a_write_was_cut_off_each_step_is_there_once(made: tuple[Run, L
     whole = list(records_in(data))
     assert whole[-1][0] == len(data), "nothing of the torn record is left"
     assert [step_of(body) for _, body in whole] == [None, *range(1, 8)]
+
+
+# --- evaluations ---
+
+
+def evaluate(ledger: Ledger, *versions: int, tasks: int = 64) -> None:
+    for version in versions:
+        ledger.record_evaluation(EvaluationRow(version, 1_700_000_000_500 + 1000 * version, tasks, 0.5, 0.03, 1, 2.0))
+
+
+def test_an_evaluation_is_a_line_and_points_of_its_own_each_at_its_step(made: tuple[Run, Ledger]) -> None:
+    run, ledger = made
+    evaluate(ledger, 0)
+    learn(ledger, 1, 2)
+    evaluate(ledger, 2)
+    evaluate(ledger, 4, tasks=0)  # every environment failed
+    for each in both(run):
+        bring_up_to_date(ledger, each)
+    found = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [(each["version"], each.get("evaluation_reward_mean", "a step")) for each in found] == [
+        (0, 0.5), (1, "a step"), (2, "a step"), (2, 0.5), (4, None),
+    ]  # fmt: skip
+    assert found[3] == {
+        "version": 2, "evaluation_at_ms": 1_700_000_002_500, "evaluation_tasks": 64, "evaluation_reward_mean": 0.5,
+        "evaluation_reward_error": 0.03, "evaluation_faults": 1, "evaluation_seconds": 2.0,
+    }  # fmt: skip
+    data = next(run.folder.tensorboard.iterdir()).read_bytes()
+    events = [body for _, body in records_in(data)][1:]
+    assert [(step_of(body), "evaluation/reward_mean" in tags_of(body)) for body in events] == [
+        (0, True), (1, False), (2, False), (2, True), (4, True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_wherever_a_write_was_cut_off_each_evaluation_is_there_once(made: tuple[Run, Ledger], seed: int) -> None:
+    run, ledger = made
+    chance = random.Random(seed)
+    for version in range(4):
+        if version:
+            learn(ledger, version)
+        evaluate(ledger, version)
+        for each in both(run):
+            bring_up_to_date(ledger, each)
+        for path in (run.folder.metrics, next(run.folder.tensorboard.iterdir())):
+            data = path.read_bytes()
+            path.write_bytes(data[: chance.randrange(len(data) + 1)])
+    for each in both(run):
+        bring_up_to_date(ledger, each)
+    rows = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    wanted = [(0, True), *((version, kind) for version in (1, 2, 3) for kind in (False, True))]
+    assert [(row["version"], "evaluation_tasks" in row) for row in rows] == wanted
+    events = [body for _, body in records_in(next(run.folder.tensorboard.iterdir()).read_bytes())][1:]
+    assert [(step_of(body), "evaluation/tasks" in tags_of(body)) for body in events] == wanted
 
 
 def test_a_run_put_back_to_an_earlier_time_has_records_of_that_time(made: tuple[Run, Ledger]) -> None:
@@ -184,18 +244,19 @@ def test_weights_and_biases_takes_the_steps_offline_each_once(made: tuple[Run, L
         "from trainer.rundir import open_run\n"
         "run = open_run(Path(sys.argv[1]))\n"
         "theirs = WeightsAndBiases(run, 'test')\n"
-        "print('ADDED', bring_up_to_date(Ledger(run.folder.ledger, read_only=True), theirs))\n"
+        "print('ADDED', bring_up_to_date(Ledger(run.folder.ledger, read_only=True), theirs), theirs.last)\n"
         "theirs.close()\n"
     )
     environment = {**ENVIRONMENT, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     added = []
-    for versions in ((1, 2), (3,)):
+    for versions in ((1, 2), (), (3,)):
         learn(ledger, *versions)
+        evaluate(ledger, *(versions or (2,)))
         words = [sys.executable, "-c", program, str(run.folder.path)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         added += [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("ADDED")]
-    assert added == [2, 1]
+    assert added == [4, 0, 2]
     assert list((run.folder.path / "wandb").glob("offline-run-*/*.wandb"))
 
 
