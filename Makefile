@@ -19,7 +19,7 @@ BIN = $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run run-vllm test test-slow test-crash test-smollm2 bench bench-weights bench-trainer controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
+.PHONY: run run-vllm test test-slow test-long test-crash test-smollm2 bench bench-weights bench-trainer controls fuzz vllm-env test-vllm bench-vllm lint format vectors clean
 
 run: $(VENV)/.run-$(POLICY)
 	$(BIN)/python scripts/run-demo --policy $(POLICY) --seed $(SEED)
@@ -29,10 +29,14 @@ run-vllm: $(VENV)/.run-smollm2 $(VLLM_VENV)/.installed
 	$(BIN)/python scripts/run-demo --policy smollm2 --seed $(SEED) --vllm $(VLLM_VENV)/bin
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -m "not slow and not crash and not smollm2 and not vllm"
+	$(BIN)/python -m pytest -m "not slow and not long and not crash and not smollm2 and not vllm"
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow and not smollm2 and not vllm"
+
+# Half an hour of the embedded run with four nodes, one that cheats and one that is killed again and again.
+test-long: $(VENV)/.test
+	$(BIN)/python -m pytest -s -m long
 
 # Every part of a run killed (-9) at each of its writes.
 test-crash: $(VENV)/.test
