@@ -152,9 +152,17 @@ _OF_BATCHES: Final = (
 
 
 def newest(ledger: Ledger, most: int, *, since_ms: int = 0) -> list[Chain]:
-    """Of the rollouts that arrived last, oldest first."""
-    query = _OF_SUBMISSIONS + "WHERE s.received_ms >= ? ORDER BY s.sequence DESC LIMIT ?"
-    return [_chain(row) for row in ledger.view(query, (since_ms, most))][::-1]
+    """Of the rollouts that arrived last, and not before `since_ms`; oldest first."""
+    # By the index of times: the newest are few of many.
+    first = ledger.view(
+        "SELECT sequence FROM submissions INDEXED BY submissions_by_time WHERE received_ms >= ? "
+        "ORDER BY received_ms LIMIT 1",
+        (since_ms,),
+    )
+    if not first:
+        return []
+    query = _OF_SUBMISSIONS + "WHERE s.sequence >= ? ORDER BY s.sequence DESC LIMIT ?"
+    return [_chain(row) for row in ledger.view(query, (first[0]["sequence"], most))][::-1]
 
 
 def newest_learned(ledger: Ledger, most: int) -> list[Chain]:

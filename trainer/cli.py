@@ -21,10 +21,9 @@ _EPILOG = """exit codes:
   141  whoever read the output went away (`| head`)
 """
 
-_PLAN_EPILOG = """Ask while the run is served: how fast nodes decode is known by their heartbeats alone. All else is of
-the newest 16,384 traces. The part that holds the others up is marked; where it is another than a quarter of these
-traces ago, that is said. Times and speeds are what nodes tell of themselves; one that draws in
-bursts seems slower than it is, and can be met between two: ask again.
+_PLAN_EPILOG = """Of means over the last ten minutes or 32 steps, whichever is longer, served or not. The part that
+holds the others up is marked; where it is another than a quarter of that time ago, that is said. What happens at nodes
+is by their own figures, within what the trainer saw of it.
 
 --json:
   missing     what is not measured yet, a text each; then all else is null, and the exit code is 6
@@ -33,7 +32,8 @@ bursts seems slower than it is, and can be met between two: ask again.
   parts       rollouts_in_flight, nodes, auditors, learner: have, wanted (null: one is all there is),
               most_traces_per_second (null: it bounds none), busy (share of the time, or of what is wanted)
   bottleneck  "rollouts in flight", "nodes", "auditors" or "learner"
-  moved       null, or before, now (parts) and changed: {name of a mean: [before, now]}
+  moved       null, or before, now (parts), before_stage, now_stage (of `rltrainer timeline`) and changed:
+              {name of a mean: [before, now]}
 """
 
 

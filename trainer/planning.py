@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
-LEAST_TRACES: Final = 16  # of each kind of time, before a mean of them says something
+LEAST_TRACES: Final = 16  # whose nodes told their times, before a mean of them says something
 LEAST_AUDITS: Final = 4
 LEAST_STEPS: Final = 3
 PAUSE_SECONDS: Final = 600.0  # without a single trace: the run was not served, which is no rate of anything
@@ -25,6 +25,8 @@ BUSY: Final = 0.7  # a part below this share of what it could do is held up by s
 CHANGED: Final = 0.25  # a mean that differs by this share is named as what moved the bottleneck
 
 ROLLOUTS, NODES, AUDITORS, LEARNER = "rollouts in flight", "nodes", "auditors", "learner"
+# The stage of a rollout's way (chain.py) that is long for want of each.
+STAGES: Final = {ROLLOUTS: "tool wait", NODES: "decode", AUDITORS: "verify", LEARNER: "train"}
 
 
 # --- what is measured ---
@@ -32,16 +34,16 @@ ROLLOUTS, NODES, AUDITORS, LEARNER = "rollouts in flight", "nodes", "auditors", 
 
 @dataclass(frozen=True, slots=True)
 class TraceTimes:
-    """A trace that arrived at `at_ms` (Unix). The rest is None where the trace is no longer kept, or not accepted, and
-    in seconds: `rollout` from its first token to its last, environments' answers included; `held` before and after
-    that, at the node and on the way."""
+    """A trace that arrived at `at_ms` (Unix). The rest is in seconds: by its node's own figures, within what the
+    trainer saw from lease to receipt, and None where it told none."""
 
     at_ms: int
     audited: bool | None  # None: not judged yet
     verified: float | None  # from its receipt to its verdict
-    generated: int | None  # tokens
-    rollout: float | None
-    held: float | None
+    held: float | None  # before it was begun, and from its end to the receipt
+    slot_wait: float | None  # in turns that had no slot yet
+    decoding: float | None  # in turns with a slot, prefill included
+    tools: float | None  # environments' answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +63,14 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Engines:
-    """All connected nodes by their last heartbeats. `drawing`, `waiting` and `tokens_per_second` are of those nodes
-    that drew: slots in use, turns that had no slot, tokens of all their slots. Slots are of that moment, tokens of some
-    seconds before it: a node that draws in bursts seems slower than it is."""
-
-    nodes: int
-    slots: int
-    drawing: int
-    waiting: int
-    tokens_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class Stretch:
     """A part of a run, traces in the order they arrived."""
 
     traces: tuple[TraceTimes, ...]
     audits: tuple[AuditTimes, ...]
     steps: tuple[StepTimes, ...]
-    engines: Engines
+    nodes: int
+    slots: int  # of all these nodes' engines
     auditors: int
 
 
@@ -110,34 +100,29 @@ class Means:
 
 def missing(stretch: Stretch) -> list[str]:
     """What is not measured often enough for a plan, a line each with what to do; [] when all is."""
-    kept = sum(each.rollout is not None for each in stretch.traces)
-    audited = sum(each.traces for each in stretch.audits)
+    told = sum(each.decoding is not None for each in stretch.traces)
     found = []
-    if kept < LEAST_TRACES:
-        found.append(f"rollouts: {kept} accepted traces with their times of {LEAST_TRACES}: wait for more")
-    if audited < LEAST_AUDITS:
-        found.append(f"audits: {audited} of {LEAST_AUDITS}: wait for more")
+    if told < LEAST_TRACES:
+        found.append(f"rollouts: {told} traces whose nodes told their times of {LEAST_TRACES}: wait for more")
+    if len(stretch.audits) < LEAST_AUDITS:
+        audited = sum(each.traces for each in stretch.audits)
+        found.append(f"audits: {len(stretch.audits)} of {LEAST_AUDITS}, of {audited} traces: wait for more")
     if len(stretch.steps) < LEAST_STEPS:
         found.append(f"learner: {len(stretch.steps)} of {LEAST_STEPS} steps: wait for more")
-    if not stretch.engines.drawing or stretch.engines.tokens_per_second <= 0:
-        found.append("decoding: no connected node drew at its last heartbeat: ask again while nodes are at work")
+    if not stretch.slots:
+        found.append("nodes: none has told how many slots it has: wait for its next heartbeat")
     return found
 
 
 def means(stretch: Stretch) -> Means:
     """For a stretch of which nothing is missing()."""
-    engines = stretch.engines
-    kept = [each for each in stretch.traces if each.rollout is not None]
+    told = [each for each in stretch.traces if each.decoding is not None]
     judged = [each for each in stretch.traces if each.audited is not None]
-    rollout = max(_mean([each.rollout or 0.0 for each in kept]), 1e-3)
-    # At the speed of one slot. Turns take longer by their wait for one, as all turns are to those that have one.
-    decoding = max(_mean([each.generated or 0 for each in kept]) * engines.drawing / engines.tokens_per_second, 1e-6)
-    in_turns = min(rollout, decoding * (engines.drawing + engines.waiting) / engines.drawing)
-    decoding = in_turns * engines.drawing / (engines.drawing + engines.waiting)
+    decoding = max(_mean([each.decoding or 0.0 for each in told]), 1e-6)
     return Means(
-        held_seconds=_mean([each.held or 0.0 for each in kept]),
-        slot_wait_seconds=in_turns - decoding,
-        rollout_seconds=rollout - (in_turns - decoding),
+        held_seconds=_mean([each.held or 0.0 for each in told]),
+        slot_wait_seconds=_mean([each.slot_wait or 0.0 for each in told]),
+        rollout_seconds=decoding + _mean([each.tools or 0.0 for each in told]),
         decoding_seconds=decoding,
         verified_seconds=_mean([each.verified for each in stretch.traces if each.verified is not None]),
         audit_seconds=sum(each.seconds for each in stretch.audits) / sum(each.traces for each in stretch.audits),
@@ -146,8 +131,8 @@ def means(stretch: Stretch) -> Means:
         step_seconds=max(_mean([each.seconds for each in stretch.steps]), 1e-3),
         step_traces=_mean([each.traces for each in stretch.steps]),
         traces_per_second=len(stretch.traces) / max(_served_seconds(stretch.traces), 1e-3),
-        nodes=engines.nodes,
-        slots=engines.slots,
+        nodes=stretch.nodes,
+        slots=stretch.slots,
         auditors=stretch.auditors,
     )
 
@@ -316,7 +301,8 @@ def as_table(of: Means, made: Plan, drift: Moved | None) -> list[str]:
             f"nodes keep at most {MOST_A_SLOT} rollouts a slot in flight: only faster environments fill the slots",
         ]
     if drift is not None:
-        lines += ["", f"warning: the bottleneck moved from {drift.before} to {drift.now} in the last quarter"]
+        before, now = (f"{name} ({STAGES[name]})" for name in (drift.before, drift.now))
+        lines += ["", f"warning: the bottleneck moved from {before} to {now} in the last quarter"]
         lines += [f"  {name}: {old:,.3g} → {new:,.3g}" for name, old, new in drift.changed]
     return lines
 
@@ -335,6 +321,7 @@ def as_object(of: Means, made: Plan, drift: Moved | None) -> dict[str, Any]:
     shift = None
     if drift is not None:
         changed = {name: [old, new] for name, old, new in drift.changed}
-        shift = {"before": drift.before, "now": drift.now, "changed": changed}
+        stages = {"before_stage": STAGES[drift.before], "now_stage": STAGES[drift.now]}
+        shift = {"before": drift.before, "now": drift.now, **stages, "changed": changed}
     measured = {**asdict(of), "decoding_share": of.decoding_share}
     return {"missing": [], "measured": measured, "parts": parts, "bottleneck": made.bottleneck, "moved": shift}

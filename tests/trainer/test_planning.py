@@ -16,7 +16,7 @@ from trainer import planning
 from trainer.cli import main
 from trainer.ledger import Ledger
 from trainer.ledger_rows import StepRow, SubmissionState
-from trainer.planning import AUDITORS, LEARNER, NODES, ROLLOUTS, AuditTimes, Engines, Means, StepTimes, Stretch
+from trainer.planning import AUDITORS, LEARNER, NODES, ROLLOUTS, AuditTimes, Means, StepTimes, Stretch, TraceTimes
 
 # 4 nodes of 16 slots; a rollout decodes for 2 of its 10 s. The learner takes 128 traces in 16 s.
 WORKED = Means(
@@ -31,12 +31,13 @@ def stretch(
 ) -> Stretch:
     """The run of WORKED, measured: a trace every `gap` seconds, every tenth audited, a step for every 16 of them."""
     at = [start + round(each * gap * 1000) for each in range(count)]
-    traces = [planning.TraceTimes(ms, number % 10 == 0, 3.0, 100, rollout, 1.0) for number, ms in enumerate(at)]
+    traces = [TraceTimes(ms, number % 10 == 0, 3.0, 1.0, 0.0, 2.0, rollout - 2.0) for number, ms in enumerate(at)]
     return Stretch(
         traces=tuple(traces),
         audits=tuple(AuditTimes(ms, 2, 1.0) for ms in at[::20]),
         steps=tuple(StepTimes(ms, 16, step_seconds / 8) for ms in at[::16]),
-        engines=Engines(nodes=4, slots=64, drawing=64, waiting=0, tokens_per_second=3200.0),
+        nodes=4,
+        slots=64,
         auditors=1,
     )
 
@@ -130,7 +131,7 @@ def test_where_nothing_is_audited_the_auditors_bound_nothing() -> None:
 def test_the_means_of_a_stretch_are_those_it_was_made_of() -> None:
     of = planning.means(stretch())
 
-    assert of.decoding_seconds == pytest.approx(WORKED.decoding_seconds)  # 100 tokens at 3,200 / 64 a second
+    assert of.decoding_seconds == pytest.approx(WORKED.decoding_seconds)
     assert of.decoding_share == pytest.approx(0.2)
     assert of.audit_seconds == pytest.approx(WORKED.audit_seconds)
     assert of.audited_share == pytest.approx(0.1, abs=0.01)
@@ -140,23 +141,28 @@ def test_the_means_of_a_stretch_are_those_it_was_made_of() -> None:
 
 
 def test_waiting_for_a_slot_is_no_time_of_the_environment() -> None:
-    """As many turns wait as decode: of 10 s 2 are decoding and 2 waiting, so 6 are the environment's."""
+    """Of 12 s 2 are decoding and 2 waiting for a slot: with fewer in flight they would be gone."""
     crowded = stretch()
-    crowded = replace(crowded, engines=replace(crowded.engines, waiting=64))
+    crowded = replace(crowded, traces=tuple(replace(each, slot_wait=2.0) for each in crowded.traces))
 
     of = planning.means(crowded)
 
     assert of.slot_wait_seconds == pytest.approx(2.0)
     assert of.decoding_seconds == pytest.approx(2.0)
-    assert planning.plan(of).part(ROLLOUTS).wanted == 256
+    assert planning.plan(of).part(ROLLOUTS).wanted == 320
+    assert planning.plan(of).part(ROLLOUTS).have == 96  # 8 a second for 12 s
 
 
-def test_a_node_that_claims_to_decode_slower_than_its_rollouts_took_is_taken_to_decode_all_the_time() -> None:
-    slow = stretch()
-    of = planning.means(replace(slow, engines=replace(slow.engines, tokens_per_second=1e-9)))
+def test_traces_whose_nodes_told_nothing_count_as_traces_and_not_as_times() -> None:
+    half = stretch()
+    silent = [replace(each, held=None, slot_wait=None, decoding=None, tools=None) for each in half.traces]
+    mixed = [each if number % 2 else silent[number] for number, each in enumerate(half.traces)]
 
-    assert of.decoding_share == 1.0
-    assert planning.plan(of).part(ROLLOUTS).wanted == 64
+    of = planning.means(replace(half, traces=tuple(mixed)))
+
+    assert of.decoding_share == pytest.approx(0.2)
+    assert of.traces_per_second == pytest.approx(8.0, rel=0.01)
+    assert planning.missing(replace(half, traces=tuple(silent)))[0].startswith("rollouts: 0 traces whose nodes told")
 
 
 def test_a_night_in_which_the_run_was_not_served_changes_no_rate() -> None:
@@ -167,9 +173,9 @@ def test_a_night_in_which_the_run_was_not_served_changes_no_rate() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    none = Stretch((), (), (), Engines(0, 0, 0, 0, 0.0), 1)
+    none = Stretch((), (), (), 0, 0, 1)
 
-    assert [line.split(":")[0] for line in planning.missing(none)] == ["rollouts", "audits", "learner", "decoding"]
+    assert [line.split(":")[0] for line in planning.missing(none)] == ["rollouts", "audits", "learner", "nodes"]
     assert planning.missing(stretch()) == []
     assert planning.moved(none) is None
 
@@ -192,7 +198,8 @@ def test_a_learner_that_grew_fast_moves_the_bottleneck_and_is_named() -> None:
     assert [name for name, _, _ in found.changed] == ["step_seconds"]
     of = planning.means(joined(steady, last))
     told = planning.as_table(of, planning.plan(of), found)
-    assert "warning: the bottleneck moved from learner to rollouts in flight in the last quarter" in told
+    moved_to = "from learner (train) to rollouts in flight (tool wait)"
+    assert f"warning: the bottleneck moved {moved_to} in the last quarter" in told
     json.dumps(planning.as_object(of, planning.plan(of), found), allow_nan=False)
 
 
@@ -207,9 +214,13 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gateway = Gateway(run, ledger)
     with one_thread():
         drawn = gateway.draw(4, 0)
-    digests = gateway.submit(drawn, proofs=(), started_ms=NOW + 1_000, finished_ms=NOW + 11_000)
+    digests = gateway.submit(drawn, proofs=())
     with closing(sqlite3.connect(run.folder.ledger)) as database, database:
-        database.execute("UPDATE submissions SET received_ms = ? + sequence * 1000", (NOW + 12_000,))
+        database.execute(
+            "UPDATE submissions SET received_ms = ? + sequence * 1000, waited_ms = 1000, slot_ms = 0, "
+            "prefill_ms = 500, decode_ms = 1500, tool_ms = 8000",
+            (NOW + 12_000,),
+        )
     for number in range(len(digests)):
         audit_and_accept(ledger, NOW + 14_000 + number * 1_000)
     for version in range(1, 5):
@@ -219,10 +230,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             entropy=1.0, ratio_mean=1.0, ratio_max=1.0, gradient_norm=1.0, learning_rate=1e-3, seconds=8.0,
         )  # fmt: skip
         ledger.record_step(step, bytes([version]) * 32, [])
-    generated = [len(episode.logprobs) for _, episodes in drawn for episode in episodes]
+    # Between two bursts: nothing is drawn at this moment.
     ledger.beat_node(
-        gateway.node.node, NOW + 50_000, policy_version=0, tokens_per_second=sum(generated) / len(generated) * 4 / 2.0,
-        slots_busy=4, slots_total=4, slots_waiting=0, cache_percent=None, unsent=0,
+        gateway.node.node, NOW + 50_000, policy_version=0, tokens_per_second=0.0, slots_busy=0, slots_total=4,
+        slots_waiting=0, cache_percent=None, unsent=0,
     )  # fmt: skip
     ledger.close()
     return run.folder.path
@@ -271,8 +282,8 @@ def test_a_new_run_says_what_is_missing_and_ends_with_6(tmp_path: Path, capsys: 
 
     assert main(["plan", str(run.folder.path)]) == 6
     told = capsys.readouterr().out
-    assert "rollouts: 0 accepted traces with their times of 16: wait for more" in told
-    assert "decoding: no connected node drew at its last heartbeat" in told
+    assert "rollouts: 0 traces whose nodes told their times of 16: wait for more" in told
+    assert "nodes: none has told how many slots it has" in told
     assert main(["plan", str(run.folder.path), "--json"]) == 6
     found = json.loads(capsys.readouterr().out)
     assert (len(found["missing"]), found["parts"]) == (4, None)
