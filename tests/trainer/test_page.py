@@ -15,11 +15,14 @@ import pytest
 
 from protocol.identity import Identity, peer_id
 from protocol.run import EnvironmentShare
+from tests.trainer.leased import Story
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.ledger_rows import Published, StepRow, SubmissionState
 from trainer.rundir import Run
+from trainer.summary import summary
+from trainer.view import notes
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -49,9 +52,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         config=TrainerConfig(page_port=0, listen="/ip4/127.0.0.1/tcp/0"),
     )
     ledger = Ledger(made.folder.ledger)
-    for version, reward in enumerate((0.2, 0.35, 0.62), start=1):
-        ledger.record_step(step(version, reward), bytes(32), [])
     ledger.see_node(NODE, 5_000, "rlcommons 0.1.0", "transformers <script>alert(1)</script>")
+    with ledger.write():
+        learned = Story(ledger).spread(40)
+    for version, reward in enumerate((0.2, 0.35, 0.62), start=1):
+        ledger.record_step(step(version, reward), bytes(32), learned if version == 1 else [])
     ledger.add_verdict(NODE, b"\x01" * 32, SubmissionState.ACCEPTED, None, True, 6_000, b"signed")
     ledger.add_verdict(NODE, b"\x02" * 32, SubmissionState.REFUSED, "MARGIN", True, 7_000, b"signed")
     ledger.set_manifest(3, b"signed", Published(3_000, 269_000_000, 490_000))
@@ -83,19 +88,33 @@ def fetch(url: str) -> str:
 
 def test_the_api_gives_the_state_of_the_run_as_json(url: str, run: Run) -> None:
     state = json.loads(fetch(url + "api/state"))
-    assert (state["version"], state["accepted"], state["refused"]) == (3, 1, 1)
+    assert (state["version"], state["accepted"], state["refused"]) == (3, 81, 1)
     assert state["refusals"] == {"MARGIN": 1}
     assert state["run"] == run.run.hex()
     (policy,) = state["policies"]
     assert (policy["version"], policy["nodes"], policy["slowest_seconds"], round(policy["ratio"])) == (3, 1, 4.5, 549)
     assert [row["version"] for row in json.loads(fetch(url + "api/steps?after=1"))] == [2, 3]
     assert json.loads(fetch(url + "api/refusals"))[0]["node"] == peer_id(NODE)
+    long = next(row for row in state["rates"] if row["kind"] == "257-512 tokens")
+    assert (long["leased"], long["expired"], long["used"], long["lag_mean"]) == (60, 20, 40, 0.0)
+    assert state["losses"][0].startswith("long traces are being lost: of 257-512 tokens 67% are learned from")
+    assert {row["part"]: row["what"] for row in state["waits"]}["leases"].startswith("as nodes ask: 0 groups wait")
 
 
 def test_metrics_are_in_prometheus_form(url: str) -> None:
     text = fetch(url + "metrics")
     assert "rlcommons_policy_version 3.0" in text
     assert 'rlcommons_verdicts_total{outcome="REFUSED",reason="MARGIN"} 1.0' in text
+    assert 'rlcommons_leased_slots{by="length",end="expired",kind="257-512 tokens"} 20.0' in text
+    assert 'rlcommons_lag_versions{by="reward",kind="1"} 0.0' in text and "rlcommons_losses 2.0" in text
+
+
+def test_the_terminal_says_in_a_line_what_is_being_lost(run: Run) -> None:
+    ledger = Ledger(run.folder.ledger, read_only=True)
+    lines = [text.plain for text in notes(run, summary(ledger, run.config, 10_000))]
+    ledger.close()
+    assert any(text.startswith("alarm  long traces are being lost: of 257-512 tokens 67%") for text in lines)
+    assert any(text.startswith("leases  of the last 100 slots leased 80.0% completed, 20.0% expired") for text in lines)
 
 
 def test_a_bad_query_is_refused_and_named(url: str) -> None:
@@ -126,6 +145,8 @@ def test_a_person_sees_version_reward_refusals_and_how_to_join(url: str, run: Ru
         expect(page.locator("#refusals tbody")).to_contain_text("MARGIN")
         expect(page.locator("#nodes tbody")).to_contain_text("<script>alert(1)</script>")
         expect(page.locator("#policies tbody")).to_contain_text("269.0 MB490.0 kB549×14.5 s4.5 s")
+        expect(page.locator("#rates tbody")).to_contain_text("257-512 tokens6066.7 %33.3 %0.0 %0.0 %0.0 %66.7 %0.0 (0)")
+        expect(page.locator("#losses")).to_contain_text("successful traces are being lost")
         page.screenshot(path=tmp_path / "page.png", full_page=True)
         browser.close()
     assert faults == []

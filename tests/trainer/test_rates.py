@@ -3,81 +3,20 @@ kind is lost."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.trainer.leased import NODE, NOW, OTHER, Story
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
-from trainer.ledger_rows import (
-    TOO_STALE,
-    GroupRow,
-    LeaseState,
-    NewSubmission,
-    StepRow,
-    SubmissionState,
-)
+from trainer.ledger_rows import TOO_STALE, LeaseState, SubmissionState
 from trainer.ledger_use import RECENT_SECONDS
 from trainer.rates import line, told
 
 CONFIG = TrainerConfig(group_size=2)
-NODE, OTHER = b"N" * 32, b"O" * 32
-NOW = 1_000_000
-FIGURES = dict(
-    tokens=1, reward_mean=0.5, staleness_mean=1.0, staleness_max=1, loss=0.1, ess=0.9, kl=0.0, masked=0.0, clipped=0.0,
-    entropy=1.0, ratio_mean=1.0, ratio_max=1.0, gradient_norm=1.0, learning_rate=1e-3, seconds=0.1,
-)  # fmt: skip
-
-
-@dataclass
-class Story:
-    """Writes groups of two slots into a ledger, lease by lease."""
-
-    ledger: Ledger
-    names: Iterator[int] = field(default_factory=itertools.count)
-
-    def group(self, version: int = 0, environment: str = "tools8@1") -> bytes:
-        name = next(self.names).to_bytes(16, "big")
-        row = GroupRow(name, environment, "", 7, version, 2, (1, 2), 14, NOW + int.from_bytes(name, "big"))
-        self.ledger.add_group(row, [1, 2])
-        return name
-
-    def lease(self, group: bytes, *slots: int, node: bytes = NODE, issued_ms: int = NOW) -> bytes:
-        name = next(self.names).to_bytes(16, "big")
-        self.ledger.add_lease(name, node, group, slots, b"signed", issued_ms, issued_ms + 60_000)
-        return name
-
-    def answer(
-        self, group: bytes, lease: bytes, slot: int, tokens: int, reward: float, *, node: bytes = NODE,
-        state: SubmissionState = SubmissionState.ACCEPTED, received_ms: int = NOW,
-    ) -> None:  # fmt: skip
-        digest = next(self.names).to_bytes(32, "big")
-        new = NewSubmission(digest, lease, group, slot, node, 0, received_ms, b"trace", tokens)
-        self.ledger.add_submission(new, self.ledger.next_sequence(), b"receipt")
-        row = self.ledger.submission(digest)
-        assert row is not None
-        reason = None if state is SubmissionState.ACCEPTED else "MARGIN"
-        self.ledger.judge(
-            row, state=state, reason=reason, audited=False, reward=reward, checks=b"", verdict=b"v", judged_ms=NOW
-        )
-
-    def drawn(self, lengths: tuple[int, int], *, rewards: tuple[float, float] = (0.0, 1.0), **of: str) -> bytes:
-        """A complete group."""
-        group = self.group(**of)  # type: ignore[arg-type]
-        lease = self.lease(group, 0, 1)
-        for slot in (0, 1):
-            self.answer(group, lease, slot, lengths[slot], rewards[slot])
-        return group
-
-    def learn(self, groups: list[bytes], version: int = 1, at_ms: int = NOW, flat: int = 0) -> None:
-        step = StepRow(
-            version=version, created_ms=at_ms, groups=len(groups) - flat, traces=2, flat_groups=flat, **FIGURES
-        )  # type: ignore[arg-type]
-        self.ledger.record_step(step, bytes([version]) * 32, groups)
 
 
 @pytest.fixture
@@ -132,15 +71,7 @@ def test_what_was_too_old_or_given_up_is_told_apart_from_what_was_used(story: St
 
 
 def test_long_traces_that_run_out_are_said_to_be_lost_and_successful_ones_with_them(story: Story) -> None:
-    for number in range(40):
-        group = story.group()
-        first = story.lease(group, 0, 1)
-        story.answer(group, first, 0, 50, 0.0)
-        if number % 2:
-            story.ledger.end_lease(first, LeaseState.EXPIRED)
-            first = story.lease(group, 1)
-        story.answer(group, first, 1, 500, 1.0)
-        story.learn([group], version=number + 1)
+    story.learn(story.spread(40))
     losses = told(story.ledger, CONFIG)["losses"]
     assert losses == [
         "long traces are being lost: of 257-512 tokens 67% are learned from, of the others 100%; most of the rest "
