@@ -147,7 +147,7 @@ _OF_SUBMISSIONS: Final = (
 _OF_BATCHES: Final = (
     _COLUMNS + "FROM groups g INDEXED BY groups_by_batch CROSS JOIN submissions s INDEXED BY submissions_by_group "
     "ON s.group_id = g.group_id JOIN leases l ON l.lease_id = s.lease_id JOIN steps t ON t.version = g.batch "
-    "WHERE g.batch IS NOT NULL AND s.state = 'ACCEPTED' ORDER BY g.batch DESC LIMIT ?"
+    "WHERE g.batch IS NOT NULL AND s.state = 'ACCEPTED' ORDER BY g.batch DESC, s.sequence DESC LIMIT ?"
 )
 
 

@@ -75,7 +75,7 @@ def waterfall(chain: Chain, complete_ms: int | None) -> list[str]:
 def _became(chain: Chain) -> str:
     if chain.judged_ms is None:
         return "not judged yet"
-    how = "audited" if chain.audited else "without an audit"
+    how = "after an audit" if chain.audited else "without an audit"
     if chain.batch is not None:
         return f"accepted {how}, in the step that made policy {chain.batch}"
     reason = f" ({chain.reason})" if chain.reason else ""

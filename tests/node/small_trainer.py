@@ -62,6 +62,7 @@ class SmallTrainer:
     leases: dict[bytes, Lease] = field(default_factory=dict)
     returned: dict[bytes, str] = field(default_factory=dict)
     traces: dict[bytes, Trace] = field(default_factory=dict)  # by digest
+    timings: dict[bytes, messages.Timing | None] = field(default_factory=dict)  # by the digest of their trace
     signed: dict[bytes, Signed] = field(default_factory=dict)  # leases by id, traces by digest
     submissions: int = 0
     verdicts: list[Signed] = field(default_factory=list)
@@ -189,6 +190,7 @@ class SmallTrainer:
                 self.returned[request.lease_id] = request.cause
                 return messages.Returned()
             case messages.Submit():
+                self.timings[request.trace.digest] = request.timing
                 return self._receive(request.trace)
         raise RemoteError(Code.UNEXPECTED_MESSAGE, f"not {type(request).__name__}")
 

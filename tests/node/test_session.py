@@ -244,6 +244,8 @@ def test_traces_of_a_killed_node_are_sent_and_its_leases_given_back_at_the_next_
             await w.trainer.until(lambda: {digest.hex() for digest in w.trainer.traces} >= unsent)
             await w.trainer.until(lambda: len(w.trainer.returned) >= leased)
             assert set(w.trainer.returned.values()) == {"the node was started again"}
+            # What their time went to is not on the disk.
+            assert {w.trainer.timings[bytes.fromhex(digest)] for digest in unsent} == {None}
             await second.leave()
             assert list((run_folder(first) / "leases").iterdir()) == []
 

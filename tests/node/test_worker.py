@@ -302,6 +302,11 @@ def test_a_slow_environment_does_not_idle_the_engine(tmp_path: Path, monkeypatch
             assert node.status.slots_total == 2
             assert node.failure is None and node.said("engine_failed") == []
             await node.leave()
+            for digest, told in w.trainer.timings.items():
+                trace = w.trainer.traces[digest]
+                assert told is not None and told.tool_ms > 0
+                parts = told.slot_ms + told.prefill_ms + told.decode_ms + told.tool_ms
+                assert parts <= trace.finished_ms - trace.started_ms + 5, "more than it took"
             # Their slots were given to others while they waited, and all the same:
             for digest in list(w.trainer.traces)[-4:]:
                 assert judged(w.trainer, digest, tmp_path) == ""
