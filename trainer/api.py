@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Query, Request, Response
@@ -28,6 +28,8 @@ from trainer.ledger import Ledger
 from trainer.network import read_network
 from trainer.rundir import Run, open_run
 from trainer.telemetry import Telemetry
+
+T = TypeVar("T")
 
 _WEB = Path(__file__).parent / "web"
 # Everything the page needs comes from this server; a node's id or an event's text can never become a script.
@@ -46,6 +48,8 @@ class State:
         self._lock = threading.Lock()
         self._summary: dict[str, Any] = {}
         self._taken = -self._FRESH_SECONDS
+        self._rates: dict[str, Any] = {}
+        self._rates_taken = -self._RATES_SECONDS
         self._telemetry = Telemetry()
         self._caught_up = False
         threading.Thread(target=self._catch_up, args=(run,), name="telemetry", daemon=True).start()
@@ -56,13 +60,13 @@ class State:
             self._telemetry.catch_up(ledger)
         self._caught_up = True
 
-    def telemetry(self) -> Telemetry | None:
-        """None until it has caught up: counts that grow without anything happening would be taken for news."""
+    def telemetry(self, view: Callable[[Telemetry], list[T]]) -> list[T]:
+        """[] until it has caught up: counts that grow without anything happening would be taken for news."""
         if not self._caught_up:
-            return None
+            return []
         with self._lock:
             self._telemetry.catch_up(self._ledger)
-            return self._telemetry
+            return view(self._telemetry)
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
@@ -107,8 +111,7 @@ def make_app(run: Run) -> FastAPI:
     def get_stages() -> list[dict[str, Any]]:
         """Where the time of the newest rollouts went, a row a stage: mean and 95th percentile in seconds. What is
         `claimed` is the word of nodes, within what the trainer saw."""
-        telemetry = state.telemetry()
-        return [] if telemetry is None else telemetry.table()
+        return state.telemetry(Telemetry.table)
 
     @app.get("/api/refusals")
     def get_refusals(most: int = Query(50, ge=1, le=500)) -> list[dict[str, Any]]:
@@ -177,8 +180,7 @@ class _Metrics:
         for name, count in now["groups"].items():
             groups.add_metric([name], count)
         yield groups
-        if telemetry := self._state.telemetry():
-            yield telemetry.family()
+        yield from self._state.telemetry(lambda telemetry: [telemetry.family()])
 
 
 ENDS: Final = ("expired", "returned", "refused", "unanswered", "stale", "given_up", "used")
