@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from protocol.errors import UsageError
-from trainer import summary
+from trainer import rates, summary
 from trainer.ledger import Ledger
 from trainer.network import read_network
 from trainer.rundir import Run, open_run
@@ -41,6 +41,7 @@ class State:
     that many open browsers cost no more than one."""
 
     _FRESH_SECONDS = 0.5
+    _RATES_SECONDS = 10.0
 
     def __init__(self, run: Run) -> None:
         self._ledger = Ledger(run.folder.ledger, read_only=True)
@@ -71,9 +72,17 @@ class State:
     def summary(self) -> dict[str, Any]:
         with self._lock:
             if time.monotonic() - self._taken >= self._FRESH_SECONDS:
-                self._summary = summary.summary(self._ledger, self._config, time.time_ns() // 1_000_000)
+                now = summary.summary(self._ledger, self._config, time.time_ns() // 1_000_000)
+                self._summary = {**now, **self._rates_lately()}
                 self._taken = time.monotonic()
             return self._summary
+
+    def _rates_lately(self) -> dict[str, Any]:
+        """They read some thousand slots, and change with each group that is over."""
+        if time.monotonic() - self._rates_taken >= self._RATES_SECONDS:
+            self._rates = rates.told(self._ledger, self._config)
+            self._rates_taken = time.monotonic()
+        return self._rates
 
     def read(self, view: Callable[..., list[dict[str, Any]]], *arguments: Any) -> list[dict[str, Any]]:
         with self._lock:

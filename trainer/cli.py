@@ -382,11 +382,13 @@ def _restore(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from trainer.ledger import Ledger
     from trainer.network import read_network
+    from trainer.rates import told
     from trainer.rundir import open_run
     from trainer.summary import summary
 
     run = open_run(options.run)
-    found = summary(Ledger(run.folder.ledger, read_only=True), run.config, time.time_ns() // 1_000_000)
+    ledger = Ledger(run.folder.ledger, read_only=True)
+    found = {**summary(ledger, run.config, time.time_ns() // 1_000_000), **told(ledger, run.config)}
     if options.json:
         print(json.dumps({**found, "network": read_network(run.folder)}))
         return 0

@@ -17,7 +17,7 @@ from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_use import SettledSlot
 
-WINDOW: Final = 4096  # slots, of the newest groups that are over
+WINDOW: Final = 2048  # slots, of the newest groups that are over
 LEAST: Final = 40  # leases of a kind before anything is concluded of it
 CLEARLY: Final = 0.1  # of the leases of one kind that must come to nothing beyond those of the others
 DEVIATIONS: Final = 4.0  # of such a difference by chance; a dozen kinds are looked at for weeks
@@ -157,11 +157,11 @@ def _name(by: str, of_kind: Sequence[Rate], place: int) -> str:
 
 def _figures(each: Rate, others: Sequence[Rate]) -> str:
     there = sum(other.used for other in others) / sum(other.counted for other in others)
-    what = each.kind if each.by != REWARD else f"a reward of {each.kind}"
+    what = each.kind if each.by != REWARD else f"reward {each.kind}"
     ends = ("expired", "returned", "unanswered", "stale", "given_up")
     most = max(ends, key=lambda name: int(getattr(each, name)))
     why = f"most of the rest {most.replace('_', ' ')} ({getattr(each, most)} of {each.leased} leases)"
-    return f"of {what} {each.used / each.counted:.0%} are learned from, of the others {there:.0%}; {why}"
+    return f"of the leases of {what} {each.used / each.counted:.0%} end in a batch, of the others {there:.0%}; {why}"
 
 
 def _never_drawn(slots: Sequence[SettledSlot], config: TrainerConfig) -> list[str]:

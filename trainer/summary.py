@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from protocol import identity
-from trainer import rates, waits
+from trainer import waits
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.standing import stake
@@ -58,7 +58,6 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "policies": policies(ledger),
         "informative": ledger.count_informative(),
         "waits": waits.waits(ledger, config, now_ms),
-        **rates.told(ledger, config),
         "nodes": nodes(ledger, now_ms),
         "pairs": pairs(ledger),
     }

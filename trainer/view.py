@@ -114,7 +114,8 @@ def _nodes(found: dict[str, Any]) -> Table:
 
 
 def notes(run: Run, found: dict[str, Any]) -> list[Text]:
-    """Lines below the view. To be printed with `soft_wrap=True`: an address must stay one line to be copied."""
+    """Lines below the view, of a summary with rates.told. To be printed with `soft_wrap=True`: an address must stay
+    one line to be copied."""
     lines = []
     if run.folder.address.exists():
         lines.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupRow, LeaseState, NewSubmission, StepRow, SubmissionState
@@ -62,9 +63,8 @@ class Story:
         return group
 
     def learn(self, groups: list[bytes], version: int = 1, at_ms: int = NOW, flat: int = 0) -> None:
-        step = StepRow(
-            version=version, created_ms=at_ms, groups=len(groups) - flat, traces=2, flat_groups=flat, **FIGURES
-        )  # type: ignore[arg-type]
+        counts: dict[str, Any] = {"groups": len(groups) - flat, "traces": 2, "flat_groups": flat, **FIGURES}
+        step = StepRow(version=version, created_ms=at_ms, **counts)
         self.ledger.record_step(step, bytes([version]) * 32, groups)
 
     def spread(self, groups: int) -> list[bytes]:

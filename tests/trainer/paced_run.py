@@ -12,6 +12,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from trainer.batch import choose as choose_batch
@@ -80,14 +81,14 @@ class PacedRun:
         self.asks_again = [False] * len(nodes)
         self.held = [[0] for _ in nodes]
         self.took: list[deque[float]] = [deque(maxlen=TRACES) for _ in nodes]
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()
         self._names = itertools.count()
         for index, node in enumerate(nodes):
-            self.at(node.joins, lambda index=index: self.ask(index))  # type: ignore[misc]
+            self.at(node.joins, partial(self.ask, index))
         self.at(1.0, self.tidy)
 
-    def at(self, when: float, what: Callable[[], None]) -> None:
+    def at(self, when: float, what: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._order), what))
 
     def run(self, seconds: float) -> Outcome:
@@ -116,12 +117,12 @@ class PacedRun:
                 group.slots[slot] = SlotView(slot, SlotState.LEASED, asking.node, 1, frozenset())
                 self.busy[index] += 1
                 seconds = node.draws(self.random)
-                self.at(self.now + seconds, lambda *of, g=group, s=slot, t=seconds: self.answer(index, g, s, t))  # type: ignore[misc]
+                self.at(self.now + seconds, partial(self.answer, index, group, slot, seconds))
         if plan.cause:
             self.outcome.causes[plan.cause.partition(":")[0]] += 1
         if self.busy[index] < node.slots and not self.asks_again[index]:
             self.asks_again[index] = True
-            self.at(self.now + plan.retry_ms / 1000, lambda: self.retry(index))
+            self.at(self.now + plan.retry_ms / 1000, partial(self.retry, index))
 
     def retry(self, index: int) -> None:
         self.asks_again[index] = False
@@ -174,7 +175,7 @@ class PacedRun:
             self.outcome.idle += self.now - self.waits_since
             self.waits_since = None
         self.stepping = True
-        self.at(self.now + self.step_seconds, lambda: self.commit(set(choice.informative), set(choice.flat)))
+        self.at(self.now + self.step_seconds, partial(self.commit, set(choice.informative), set(choice.flat)))
 
     def commit(self, taken: set[bytes], flat: set[bytes]) -> None:
         for group in self.complete:
@@ -185,13 +186,13 @@ class PacedRun:
         self.made += 1
         self.outcome.steps += 1
         self.stepping = False
-        self.at(self.now + self.publish_seconds, lambda version=self.made: self.publish(version))  # type: ignore[misc]
+        self.at(self.now + self.publish_seconds, partial(self.publish, self.made))
         self.learn()
 
     def publish(self, version: int) -> None:
         self.latest = version
         for index, node in enumerate(self.nodes):
-            self.at(self.now + node.fetches, lambda index=index: self.held[index].append(version))  # type: ignore[misc]
+            self.at(self.now + node.fetches, partial(self.held[index].append, version))
 
     # --- the gateway's rounds ---
 

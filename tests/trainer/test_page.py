@@ -20,6 +20,7 @@ from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.ledger_rows import Published, StepRow, SubmissionState
+from trainer.rates import told
 from trainer.rundir import Run
 from trainer.summary import summary
 from trainer.view import notes
@@ -97,7 +98,8 @@ def test_the_api_gives_the_state_of_the_run_as_json(url: str, run: Run) -> None:
     assert json.loads(fetch(url + "api/refusals"))[0]["node"] == peer_id(NODE)
     long = next(row for row in state["rates"] if row["kind"] == "257-512 tokens")
     assert (long["leased"], long["expired"], long["used"], long["lag_mean"]) == (60, 20, 40, 0.0)
-    assert state["losses"][0].startswith("long traces are being lost: of 257-512 tokens 67% are learned from")
+    lost = "long traces are being lost: of the leases of 257-512 tokens 67% end in a batch"
+    assert state["losses"][0].startswith(lost)
     assert {row["part"]: row["what"] for row in state["waits"]}["leases"].startswith("as nodes ask: 0 groups wait")
 
 
@@ -111,9 +113,9 @@ def test_metrics_are_in_prometheus_form(url: str) -> None:
 
 def test_the_terminal_says_in_a_line_what_is_being_lost(run: Run) -> None:
     ledger = Ledger(run.folder.ledger, read_only=True)
-    lines = [text.plain for text in notes(run, summary(ledger, run.config, 10_000))]
+    lines = [text.plain for text in notes(run, {**summary(ledger, run.config, 10_000), **told(ledger, run.config)})]
     ledger.close()
-    assert any(text.startswith("alarm  long traces are being lost: of 257-512 tokens 67%") for text in lines)
+    assert any(text.startswith("alarm  long traces are being lost: of the leases of 257-512 tokens") for text in lines)
     assert any(text.startswith("leases  of the last 100 slots leased 80.0% completed, 20.0% expired") for text in lines)
 
 

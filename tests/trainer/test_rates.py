@@ -74,10 +74,10 @@ def test_long_traces_that_run_out_are_said_to_be_lost_and_successful_ones_with_t
     story.learn(story.spread(40))
     losses = told(story.ledger, CONFIG)["losses"]
     assert losses == [
-        "long traces are being lost: of 257-512 tokens 67% are learned from, of the others 100%; most of the rest "
-        "expired (20 of 60 leases)",
-        "successful traces are being lost: of a reward of 1 67% are learned from, of the others 100%; most of the "
-        "rest expired (20 of 60 leases)",
+        "long traces are being lost: of the leases of 257-512 tokens 67% end in a batch, of the others 100%; most of "
+        "the rest expired (20 of 60 leases)",
+        "successful traces are being lost: of the leases of reward 1 67% end in a batch, of the others 100%; most of "
+        "the rest expired (20 of 60 leases)",
     ]
 
 
@@ -88,7 +88,7 @@ def test_an_environment_whose_groups_grow_too_old_is_named(story: Story) -> None
         if number % 3:
             story.ledger.drop_group(slow, f"{TOO_STALE}: 9 versions behind, 8 may be")
     (loss,) = told(story.ledger, CONFIG)["losses"]
-    assert loss.startswith("traces of letters@1 are being lost: of letters@1 0% are learned from, of the others 100%")
+    assert loss.startswith("traces of letters@1 are being lost: of the leases of letters@1 0% end in a batch, of the ")
     assert "stale (40 of 40 leases)" in loss
 
 
