@@ -134,7 +134,9 @@ def _usable(asking: Asking, situation: Situation, config: TrainerConfig) -> froz
 
 
 def _meanwhile(asking: Asking, situation: Situation) -> int:
-    """Policies the learner makes while the node draws one trace."""
+    """Policies the learner makes while the node draws one trace, of what others draw."""
+    if not situation.others:
+        return 0  # alone it sets the pace
     return versions_meanwhile(situation.consumption, asking.trace_seconds)
 
 

@@ -188,16 +188,17 @@ def test_where_few_groups_teach_something_more_of_them_are_begun() -> None:
 
 
 def test_a_node_gets_nothing_that_it_would_hand_in_too_late() -> None:
-    fast = Consumption(made=5, waiting=0, steps_per_second=0.1)
     started = group(1, *(slot(i, SlotState.LEASED) for i in range(4)), *(slot(i) for i in range(4, 8)), version=4)
-    just = choose(asking(trace_seconds=79.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    fast = situation(started, others=1, consumption=Consumption(made=5, waiting=0, steps_per_second=0.1))
+    just = choose(asking(trace_seconds=79.0, versions=(4, 5)), fast, CONFIG)
     assert slots_of(just.grants, started.group_id), "seven steps and one behind are eight"
-    late = choose(asking(trace_seconds=80.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    late = choose(asking(trace_seconds=80.0, versions=(4, 5)), fast, CONFIG)
     assert {grant.version for grant in late.grants} == {5}
-    never = choose(asking(trace_seconds=90.0, versions=(4, 5)), situation(started, consumption=fast), CONFIG)
+    never = choose(asking(trace_seconds=90.0, versions=(4, 5)), fast, CONFIG)
     assert never.grants == () and "takes this node 90 s, the learner makes 9 policies" in never.cause
-    unhurried = dataclasses.replace(fast, steps_per_second=0.0)
-    assert choose(asking(trace_seconds=90.0), situation(consumption=unhurried), CONFIG).grants
+    slower = dataclasses.replace(fast, consumption=Consumption(made=5, waiting=0, steps_per_second=0.05))
+    assert choose(asking(trace_seconds=90.0), slower, CONFIG).grants
+    assert choose(asking(trace_seconds=90.0), dataclasses.replace(fast, others=0), CONFIG).grants, "it sets the pace"
 
 
 def test_open_groups_are_bounded() -> None:
