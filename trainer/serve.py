@@ -64,6 +64,7 @@ class Child:
     reaudits: str = ""  # the auditor whose refusals this one audits again: it runs while some wait
     program: str = sys.executable
     address: Path | None = None  # of the home engine: its last argument, and it runs once that is there
+    given: str = ""  # the address it was started with
     failures_end: int = 0  # so many in a row end the run, which can do nothing without it; 0: never
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
@@ -131,12 +132,15 @@ class Supervisor:
                 self._start(child, now)
             elif child.process is not None and not wanted:
                 _hang_up(child.process)
+            elif child.process is not None and child.given not in ("", _text(child.address)):
+                child.ended_for = "the gateway listens elsewhere now"
+                _hang_up(child.process)
             if child.process is not None and child.guard is not None:
                 self._watch(child, child.process, child.guard)
 
     def _is_wanted(self, child: Child) -> bool:
         if child.address is not None:
-            return child.address.exists()
+            return bool(_text(child.address))
         return not child.reaudits or self._ledger.reaudits_waiting(child.reaudits) > 0
 
     def _watch(self, child: Child, process: subprocess.Popen[bytes], guard: Guard) -> None:
@@ -147,9 +151,9 @@ class Supervisor:
 
     def _start(self, child: Child, now: float) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        given = () if child.address is None else (child.address.read_text(encoding="utf-8").strip(),)
+        child.given = _text(child.address)
         child.process = subprocess.Popen(
-            [child.program, *child.arguments, *given],
+            [child.program, *child.arguments, *([child.given] if child.given else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if child.address is None else subprocess.PIPE,
             stderr=subprocess.PIPE if child.address is None else subprocess.STDOUT,
@@ -232,6 +236,14 @@ class Supervisor:
             if child.process is not None and child.guard is not None:
                 self._release(child.name, died_of=None)  # ended by us, in the middle of a long batch perhaps
             child.process = None
+
+
+def _text(path: Path | None) -> str:
+    """Of a file that another process writes; "" where there is none."""
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _hang_up(process: subprocess.Popen[bytes]) -> None:

@@ -226,6 +226,27 @@ def test_a_run_whose_only_engine_fails_at_every_start_ends_with_its_reason(
             assert supervisor.gave_up.startswith("the home engine ended with exit code 1: rlnode: there is no room on")
 
 
+def test_the_home_engine_follows_the_gateway_to_another_port(
+    run: Run, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "RESTART_SECONDS", (0.0,))
+    waiting = stand_in(tmp_path / "bin", "import sys; sys.stdin.read()")
+    (engine,) = (each for each in serve.children_of(run, placement="both", rlnode=str(waiting)) if each.address)
+    supervisor = serve.Supervisor(run, ledger, [engine])
+    run.folder.near_address.write_text("here\n")
+    supervisor.look()
+    first = engine.process
+    run.folder.near_address.write_text("there\n")
+    while engine.given != "there":
+        supervisor.look()
+    assert first is not None and first.poll() == 0
+    assert supervisor.news == [
+        "the home engine was ended: the gateway listens elsewhere now; started again in 0 s "
+        f"(see {run.folder.logs / 'home.log'})"
+    ]
+    supervisor.stop()
+
+
 # --- in turns with the learner ---
 
 
