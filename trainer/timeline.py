@@ -62,10 +62,10 @@ def waterfall(chain: Chain, complete_ms: int | None) -> list[str]:
         start += each.seconds
     lines += [f"{'in all':13}{_short(whole):>10}", ""]
     if chain.told is not None:
-        lines.append(
-            "* the node's own figures, each the sum over its turns. Nobody checked them; together they are the "
-            f"{_short(chain.node_seconds)} that the trainer saw from lease to receipt"
-        )
+        lines += [
+            "* the node's own figures, each the sum over its turns, which nobody checked.",
+            f"  Together they are the {_short(chain.node_seconds)} that the trainer saw from lease to receipt",
+        ]
     else:
         lines.append("the node did not say what its time went to")
     lines += _notes(chain, complete_ms)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,20 @@ def test_a_turn_ends_at_the_first_stop_token_or_exactly_full(engine: Transformer
     for full in (1, 31, 32, 33):
         turn, proofs = draw_alone(talkative, request(0, tokens=full))
         assert (len(turn.tokens), turn.stopped, len(proofs)) == (full, False, -(-full // 32))
+
+
+def test_a_turn_says_how_long_it_waited_for_a_slot_and_was_in_its_prefill() -> None:
+    engine = make_engine(slots=1)
+    began = time.monotonic()
+    for index in range(2):
+        engine.open(request(index))
+    first = run(engine, 1)["0"]
+    engine.extend("0", (1, 2, 3), 4)  # it comes back while the other waits
+    done = run(engine, 2)
+    whole = time.monotonic() - began
+    for turn in (first, *done.values()):
+        assert turn.queued >= 0 and turn.prefill > 0 and turn.queued + turn.prefill <= whole
+    assert done["1"].queued >= first.queued + first.prefill, "the slot was the other's until then"
 
 
 def test_temperature_is_each_sequences_own(engine: TransformersEngine) -> None:

@@ -111,6 +111,17 @@ def test_metrics_are_in_prometheus_form(url: str) -> None:
     assert 'rlcommons_lag_versions{by="reward",kind="1"} 0.0' in text and "rlcommons_losses 2.0" in text
 
 
+def test_the_stages_of_rollouts_are_histograms_and_a_table_once_what_was_before_is_read(url: str) -> None:
+    deadline = time.monotonic() + 60
+    while not (rows := {row["stage"]: row for row in json.loads(fetch(url + "api/stages"))}):
+        assert time.monotonic() < deadline, "the page never caught up with its ledger"
+    assert list(rows) == ["node", "verify", "batch_wait", "train"]  # its nodes said nothing
+    assert (rows["train"]["count"], rows["train"]["mean"], rows["train"]["p95"]) == (80, pytest.approx(0.4), 0.4)
+    text = fetch(url + "metrics")
+    assert 'rlcommons_stage_seconds_count{environment="tools8@1",source="seen",stage="train"} 80.0' in text
+    assert 'rlcommons_stage_seconds_bucket{environment="tools8@1",le="0.5",source="seen",stage="train"} 80.0' in text
+
+
 def test_the_terminal_says_in_a_line_what_is_being_lost(run: Run) -> None:
     ledger = Ledger(run.folder.ledger, read_only=True)
     lines = [text.plain for text in notes(run, {**summary(ledger, run.config, 10_000), **told(ledger, run.config)})]
@@ -149,6 +160,8 @@ def test_a_person_sees_version_reward_refusals_and_how_to_join(url: str, run: Ru
         expect(page.locator("#policies tbody")).to_contain_text("269.0 MB490.0 kB549×14.5 s4.5 s")
         expect(page.locator("#rates tbody")).to_contain_text("257-512 tokens6066.7 %33.3 %0.0 %0.0 %0.0 %66.7 %0.0 (0)")
         expect(page.locator("#losses")).to_contain_text("successful traces are being lost")
+        expect(page.locator("#stages tbody")).to_contain_text("trainthe trainer400 ms400 ms80")
+        expect(page.locator("#stages svg.bar rect")).to_have_count(4)
         page.screenshot(path=tmp_path / "page.png", full_page=True)
         browser.close()
     assert faults == []
