@@ -147,8 +147,8 @@ class Client:
     async def submit(self, trace: Trace) -> messages.Submitted:
         return await self.send(seal(self.who, trace))
 
-    async def send(self, signed: Signed) -> messages.Submitted:
-        return await self.ask(messages.Submit(signed), messages.Submitted)
+    async def send(self, signed: Signed, timing: messages.Timing | None = None) -> messages.Submitted:
+        return await self.ask(messages.Submit(signed, timing), messages.Submitted)
 
     async def beat(self) -> list[Verdict]:
         """The verdicts since the last heartbeat."""

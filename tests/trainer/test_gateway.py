@@ -56,7 +56,7 @@ from trainer.export_log import export_log
 from trainer.gateway import relay_limits
 from trainer.init import init_run
 from trainer.ledger import Ledger
-from trainer.ledger_rows import CalibrationRow, GroupState, SlotState, SubmissionState
+from trainer.ledger_rows import TIMES, CalibrationRow, GroupState, SlotState, SubmissionState
 from trainer.network import network_line, read_network
 from trainer.pairs import pair_name, pair_of
 from trainer.rundir import Run, load_secrets, open_run
@@ -400,8 +400,11 @@ async def test_the_same_trace_again_gets_the_same_receipt_and_counts_once(make_r
     async with trainer_at_work(make_run()) as trainer, trainer.node() as client:
         (lease,) = await client.leases(1)
         signed = seal(client.who, script.trace(lease, 0))
-        replies = [await client.send(signed) for _ in range(3)]
+        timings = (messages.Timing(1, 2, 3, 4, 5), messages.Timing(9, 9, 9, 9, 9), None)
+        replies = [await client.send(signed, timing) for timing in timings]
         assert len({reply.receipt for reply in replies}) == 1
+        # What its node says of its time holds as it was said first.
+        assert list(trainer.ledger.view(f"SELECT {TIMES} FROM submissions")[0].values()) == [1, 2, 3, 4, 5]
         await client.verdicts(1)
         late = await client.send(signed)
         assert late.receipt == replies[0].receipt
