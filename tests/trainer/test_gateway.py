@@ -10,6 +10,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import trio
 
 import trainer.inbox
+import trainer.leasing
 import trainer.office
 from protocol import codec, limits, messages
 from protocol.calibration import Calibration
@@ -35,6 +37,7 @@ from protocol.policy import Manifest, check_manifest
 from protocol.run import EnvironmentShare, open_genesis, open_membership
 from protocol.trace import Trace
 from protocol.verdict import CheckOutcome, Outcome, Reason, Receipt, Verdict, check_verdict, may_replace
+from tests.trainer.leased import Story
 from tests.trainer.scripted_node import (
     ENGINE,
     Client,
@@ -928,6 +931,26 @@ async def test_what_waits_for_the_learner_holds_back_leases_and_does_so_after_a_
         shown = summary(trainer.ledger, run.config, time.time_ns() // 1_000_000)
         told = {row["part"]: row["what"] for row in shown["waits"]}
         assert told["leases"] == cause and cause in trainer.ledger.view("SELECT waits FROM nodes")[0]["waits"]
+
+
+@on_trio
+async def test_a_kind_of_trace_that_is_being_lost_is_an_alarm_once(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.leasing, "LOSSES_SECONDS", 0.0)
+    run = make_run()
+    with closing(Ledger(run.folder.ledger)) as ledger, ledger.write():
+        story = Story(ledger)
+        story.learn(story.spread(40))
+    async with trainer_at_work(run) as at_work:
+        query = "SELECT text FROM events WHERE kind = 'alarm' ORDER BY text"
+        while not (alarms := at_work.ledger.view(query)):
+            await trio.sleep(0.05)
+        at_work.office.leasing.tidy(frozenset(), int(time.time() * 1000))
+        assert at_work.ledger.view(query) == alarms
+        assert [alarm["text"].partition(":")[0] for alarm in alarms] == [
+            "long traces are being lost", "successful traces are being lost"
+        ]  # fmt: skip
 
 
 @on_trio
