@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,6 +93,7 @@ class _Sequence:
     turn: int = -1
     is_over: bool = True
     request: str = ""
+    asked: float = 0.0  # when this turn was, by the monotonic clock, which the processes of a machine share
 
 
 class VllmEngine:
@@ -242,7 +243,7 @@ class VllmEngine:
     def _begin_turn(self, sequence: _Sequence, max_new_tokens: int) -> None:
         sequence.turn += 1
         sequence.request = f"{sequence.key}~{sequence.turn}"
-        sequence.max_new_tokens = max_new_tokens
+        sequence.max_new_tokens, sequence.asked = max_new_tokens, time.monotonic()
         # The salt keeps one policy's cache from another's requests, whatever becomes of the order to drop it.
         prompt = {"prompt_token_ids": list(sequence.ids), "cache_salt": self._salt}
         parameters = self._guarded(self._parameters, sequence)
@@ -276,13 +277,14 @@ class VllmEngine:
 
     def _end_turns(self, finished: list[tuple[_Sequence, Any]]) -> tuple[TurnDone, ...]:
         over = [(sequence.key, sequence.turn, len(output.token_ids)) for sequence, output in finished]
-        kept: list[list[float]] = self._rpc("rlc_turns_over", over)
+        kept: list[tuple[list[float], float, float]] = self._rpc("rlc_turns_over", over)
         done = []
-        for (sequence, output), logprobs in zip(finished, kept, strict=True):
+        for (sequence, output), (logprobs, begun, first) in zip(finished, kept, strict=True):
             tokens = tuple(int(token) for token in output.token_ids)
             if self._is_native:
                 logprobs = [output.logprobs[at][token].logprob for at, token in enumerate(tokens)]
-            done.append(self._end_turn(sequence, tokens, tuple(logprobs), output.finish_reason))
+            turn = self._end_turn(sequence, tokens, tuple(logprobs), output.finish_reason)
+            done.append(replace(turn, queued=max(0.0, begun - sequence.asked), prefill=max(0.0, first - begun)))
         return tuple(done)
 
     def _end_turn(

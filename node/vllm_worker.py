@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,6 +113,7 @@ class _Kept:
     is_over: bool = False
     logprobs: list[float] = field(default_factory=list)  # of this turn
     count: int = 0  # rows of this turn
+    first: float = 0.0  # when its first row was filed, by the monotonic clock: to within a step
     fault: str = ""
 
 
@@ -156,6 +158,10 @@ class RowStore:
         kept.count, kept.is_over = tokens, True
         return kept.logprobs[:tokens]
 
+    def first(self, key: str) -> float:
+        """When the first row of its turn was filed, by the monotonic clock."""
+        return self._known(key).first
+
     def proofs(self, key: str) -> list[bytes]:
         """Over all tokens of the sequence, whose turn is over; forgets it."""
         kept = self._known(key)
@@ -188,6 +194,7 @@ def _put_one(kept: _Kept, row: Row, bits: Bits, logprob: float | None) -> None:
         if kept.turn >= 0 and not kept.is_over:
             kept.fault = f"turn {tag.turn} began within turn {kept.turn}"
         kept.turn, kept.is_over, kept.count, kept.logprobs = tag.turn, False, 0, []
+        kept.first = time.monotonic()
     at = row.position - tag.start
     if at == kept.count - 1 and kept.fill:  # drawn again after a preemption
         kept.fill -= 1
@@ -302,6 +309,7 @@ class CommonsWorker:
         """Stand before the sampler. Returns what this worker is: runner, device."""
         runner, v2 = self.model_runner, is_v2(self.model_runner)
         self._rlc_tags: dict[str, Tag] = {}
+        self._rlc_begun: dict[str, float] = {}  # when a sequence's turn was scheduled first, by the monotonic clock
         self._rlc_usage = (0, 0)
         self._rlc_store = RowStore()
         self._rlc_gatherer = Gatherer(self._rlc_store, self.device)
@@ -322,6 +330,8 @@ class CommonsWorker:
                 extra = new.sampling_params.extra_args if new.sampling_params is not None else None
                 if extra and TAG in extra:
                     tag = self._rlc_tags[new.req_id] = Tag(*extra[TAG])
+                    if self.rank == 0:
+                        self._rlc_begun[tag.key] = time.monotonic()
                     if v2:
                         new.sampling_params.temperature = tag.temperature
             if scheduled.num_scheduled_tokens:
@@ -362,12 +372,17 @@ class CommonsWorker:
         """Requests that the last step was for, and the tokens that they keep in the cache."""
         return self._rlc_usage
 
-    def rlc_turns_over(self, turns: list[tuple[str, int, int]]) -> list[list[float]]:
-        """(key, turn, tokens) of each turn that is over; see RowStore.turn_over. Empty on ranks that do not build."""
+    def rlc_turns_over(self, turns: list[tuple[str, int, int]]) -> list[tuple[list[float], float, float]]:
+        """(key, turn, tokens) of each turn that is over; see RowStore.turn_over. With the logprobs, when it was
+        scheduled and when its first token was here, by the monotonic clock. Empty on ranks that do not build."""
         if self.rank != 0:
             return []
         self._rlc_gatherer.flush()
-        return [self._rlc_store.turn_over(*turn) for turn in turns]
+        over = []
+        for key, turn, tokens in turns:
+            logprobs, first = self._rlc_store.turn_over(key, turn, tokens), self._rlc_store.first(key)
+            over.append((logprobs, self._rlc_begun.pop(key, first), first))
+        return over
 
     def rlc_proofs(self, key: str) -> list[bytes]:
         return self._rlc_store.proofs(key) if self.rank == 0 else []
@@ -377,6 +392,8 @@ class CommonsWorker:
         if self.rank == 0:
             self._rlc_gatherer.flush()
             self._rlc_store.forget(keys)
+            for key in keys:
+                self._rlc_begun.pop(key, None)
         return len(self._rlc_store)
 
     # --- weights ---

@@ -103,6 +103,9 @@ def test_more_requests_than_slots_prefilled_in_pieces_are_drawn_as_a_plain_prefi
     drawn = draw(engine, requests)
 
     assert audit_drawn(policies["a"], requests, drawn) > 200
+    turns = [turn for turn, _ in drawn.values()]
+    assert all(turn.queued >= 0 and turn.prefill > 0 for turn in turns)
+    assert max(turn.queued for turn in turns) > min(turn.prefill for turn in turns), "some waited for a slot"
 
 
 def test_it_draws_what_the_transformers_engine_draws(engine: Any, policies: dict[str, Path]) -> None:
