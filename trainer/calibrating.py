@@ -75,7 +75,7 @@ class Calibrator:
         elif found is None:
             self._tell(
                 name,
-                f"serve with --trust and the id of a node that has it, or measure it with `rlverify calibrate --traces` "
+                "serve with --trust and the id of a node that has it, or measure it with `rlverify calibrate --traces` "
                 f"into {self._run.folder.calibrations}",
             )
         if name in self._known or own:
