@@ -8,7 +8,7 @@
     RUN/learner/step-000012/               float32 masters, optimiser state, the batch that was used
     RUN/quarantine/DIGEST.msgpack          traces that auditors died on, for a person to look at
     RUN/logs/*.log
-    RUN/metrics.jsonl  RUN/tensorboard/    one record a step, for people (records.py)
+    RUN/metrics.jsonl  RUN/tensorboard/    one record a step and an evaluation, for people (records.py)
     RUN/backup.json                        there: it is a back-up, not a run to serve (backup.py)
 
 Not here: making a run (trainer/init.py) and the record of it (trainer/ledger.py).
