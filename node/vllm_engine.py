@@ -42,6 +42,10 @@ _CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE
 _CPU_LENGTH: Final = 8_192  # positions at most on a CPU: vLLM wants room in the cache for one such sequence
 _CPU_BLOCK: Final = 32  # tokens a block of the cache, which is found again in whole blocks: 128 by default on a CPU
 _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+_CPU_KERNELS: Final = (
+    "32"  # that oneDNN keeps compiled, more than a model has shapes of layers. By default 1,024: one for
+)
+# every number of tokens in a step, 80 KiB each completion until they are full
 NODE_PID: Final = "RLCOMMONS_NODE_PID"  # an environment variable: whom vLLM's processes must not outlive
 _CHECKED_LAYERS: Final = 3  # of each policy that is loaded: the first, the last and one that changes
 
@@ -578,11 +582,13 @@ def _logged_cause() -> str:
 
 def _prepare_environment(numbers: Sequence[int], threads: int | None, own_process: bool) -> None:
     """What vLLM reads from the environment. Before it is imported, since some of it is read once."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+    # Where it is on, a CPU's core puts the model into yet another process, as only several cards need it.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process and numbers else "0"
     # A node tells nobody but its trainer what it does, and fetches nothing.
     os.environ["VLLM_NO_USAGE_STATS"] = os.environ["DO_NOT_TRACK"] = os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _CPU_KERNELS)
     _log_to_file()
     os.environ.pop(NODE_PID, None)
     if own_process:

@@ -519,24 +519,27 @@ def _computes_alike(module: Any, method: Any, weight: Tensor) -> bool:
 # --- the end of the node is the end of vLLM ---
 
 
-def _end_with(node: int) -> None:
-    """vLLM's core does not notice that who started it was killed: it would keep the card until a person looks."""
-    with contextlib.suppress(ProcessLookupError):  # gone already
-        alive = os.pidfd_open(node)
-        watched = select.poll()
-        watched.register(alive, select.POLLIN)
+def _end_with(node: int, parent: int) -> None:
+    """vLLM's core does not notice that who started it was killed: it would keep the card until a person looks. Its
+    workers notice that it was, and take their time. `parent`: the node, or the core of several workers."""
+    watched = select.poll()
+    try:
+        for each in {node, parent}:
+            watched.register(os.pidfd_open(each), select.POLLIN)
         watched.poll()
-    core = multiprocessing.parent_process()
-    if core is not None and core.pid is not None and core.pid != node:  # this is a worker of several
+    except ProcessLookupError:  # gone already
+        pass
+    if parent != node:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(core.pid, signal.SIGKILL)
+            os.kill(parent, signal.SIGKILL)
     os._exit(1)
 
 
 def _watch_the_node() -> None:
-    node = int(os.environ.get(NODE_PID, "0"))
-    if node and multiprocessing.parent_process() is not None:
-        threading.Thread(target=_end_with, args=(node,), daemon=True, name="rlnode watch").start()
+    node, parent = int(os.environ.get(NODE_PID, "0")), multiprocessing.parent_process()
+    if node and parent is not None and parent.pid is not None:
+        watch = threading.Thread(target=_end_with, args=(node, parent.pid), daemon=True, name="rlnode watch")
+        watch.start()
 
 
 # vLLM loads this file in each of its processes before it loads the model: a start may be interrupted as well.

@@ -28,7 +28,8 @@ NOTICE_SECONDS = 30  # until a node says that vLLM's core is gone; it takes abou
 HOLDS_VLLM = """
 import pathlib, sys
 from node.vllm_engine import VllmEngine
-VllmEngine(slots=1, threads=1, own_process=True).load(pathlib.Path(sys.argv[1]), bytes(32))
+settings = {"distributed_executor_backend": "mp"}  # as on several cards: a worker that the core started
+VllmEngine(slots=1, threads=1, own_process=True, settings=settings).load(pathlib.Path(sys.argv[1]), bytes(32))
 print("READY", flush=True)
 sys.stdin.read()
 """
