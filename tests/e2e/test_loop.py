@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.request
 
 import pytest
 
@@ -39,6 +40,23 @@ def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(net
         "JOIN groups g ON g.group_id = t.group_id WHERE g.state = 'TAKEN'"
     )
     assert trained and {row["state"] for row in trained} == {"ACCEPTED"}
+
+    # Where the time of a rollout went: nodes say their part of it, the trainer knows how long that was.
+    shown = call("trainer.cli", "timeline", network.run.path, "--last", "40", "--json", "-o", network.folder / "last")
+    assert shown.returncode == 0, shown.stderr
+    rollouts = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert len(rollouts) == 40 and all(each["told"] is not None for each in rollouts)
+    for each in rollouts:
+        told = sum(stage["seconds"] for stage in each["stages"] if stage["claimed"])
+        assert told == pytest.approx((each["received_ms"] - each["leased_ms"]) / 1000)
+        assert [stage["stage"] for stage in each["stages"][-3:]] == ["verify", "batch_wait", "train"]
+        assert each["told"]["prefill"] + each["told"]["decode"] > 0
+    assert json.loads((network.folder / "last").read_text())["traceEvents"]
+    with urllib.request.urlopen(network.run.page.read_text().strip() + "metrics", timeout=60) as answer:
+        metrics = answer.read().decode()
+    assert 'rlcommons_stage_seconds_count{environment="tools8@1",source="claimed",stage="decode"}' in metrics
+    planned = call("trainer.cli", "plan", network.run.path, "--json")
+    assert planned.returncode == 0 and json.loads(planned.stdout)["parts"]["nodes"]["have"] >= 1, planned.stdout
 
     # Anyone can recompute both verdicts offline.
     for options, code, outcome in (((), 0, "ACCEPTED"), (("--refused",), 1, "REFUSED")):
