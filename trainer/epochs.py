@@ -63,7 +63,7 @@ def _root_and_size(ledger: Ledger, version: int, manifest: bytes) -> tuple[bytes
     """The root of an epoch's items, and how many calibrations are among them. One item is held at a time: an epoch
     has megabytes of them, and a long-lived process that holds them for a moment keeps some of that for ever."""
     calibrations = ledger.calibrations_named(version)
-    items = itertools.chain(
+    items: Iterator[Signed | Submission | LoggedVerdict] = itertools.chain(
         map(_opened, [manifest, *calibrations]),
         map(_opened, ledger.leases_of(version)),
         _submissions(ledger, version),
