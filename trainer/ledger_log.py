@@ -84,9 +84,7 @@ class LogOfRun:
 
     def logged_verdicts(self, version: int) -> Iterator[tuple[int, bytes]]:
         """(sequence, canonical Signed) of an epoch's verdicts, oldest first."""
-        return self._db.execute(
-            "SELECT sequence, signed FROM verdicts WHERE epoch = ? ORDER BY sequence", (version,)
-        )
+        return self._db.execute("SELECT sequence, signed FROM verdicts WHERE epoch = ? ORDER BY sequence", (version,))
 
     def submitted(self, version: int) -> list[bytes]:
         """The digests of a policy version's traces that are still here, oldest first."""
