@@ -42,10 +42,8 @@ _CPU_CACHE_GIB: Final = "2"  # for keys and values where $VLLM_CPU_KVCACHE_SPACE
 _CPU_LENGTH: Final = 8_192  # positions at most on a CPU: vLLM wants room in the cache for one such sequence
 _CPU_BLOCK: Final = 32  # tokens a block of the cache, which is found again in whole blocks: 128 by default on a CPU
 _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
-_CPU_KERNELS: Final = (
-    "32"  # that oneDNN keeps compiled, more than a model has shapes of layers. By default 1,024: one for
-)
-# every number of tokens in a step, 80 KiB each completion until they are full
+_CPU_KERNELS: Final = "32"  # that oneDNN keeps compiled, more than a model has shapes of layers. By default 1,024: one
+# for every number of tokens in a step, which took 80 KiB a completion
 NODE_PID: Final = "RLCOMMONS_NODE_PID"  # an environment variable: whom vLLM's processes must not outlive
 _CHECKED_LAYERS: Final = 3  # of each policy that is loaded: the first, the last and one that changes
 

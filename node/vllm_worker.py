@@ -522,16 +522,15 @@ def _computes_alike(module: Any, method: Any, weight: Tensor) -> bool:
 def _end_with(node: int, parent: int) -> None:
     """vLLM's core does not notice that who started it was killed: it would keep the card until a person looks. Its
     workers notice that it was, and take their time. `parent`: the node, or the core of several workers."""
-    watched = select.poll()
-    try:
-        for each in {node, parent}:
-            watched.register(os.pidfd_open(each), select.POLLIN)
-        watched.poll()
-    except ProcessLookupError:  # gone already
-        pass
-    if parent != node:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(parent, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        core = os.pidfd_open(parent)
+        with contextlib.suppress(ProcessLookupError):  # the node is gone already
+            watched = select.poll()
+            for each in (core, os.pidfd_open(node)):
+                watched.register(each, select.POLLIN)
+            watched.poll()
+        if parent != node:
+            signal.pidfd_send_signal(core, signal.SIGKILL)
     os._exit(1)
 
 
