@@ -64,6 +64,7 @@ test-vllm: $(VLLM_VENV)/.installed .cache/smollm2/model.safetensors
 
 bench-vllm: $(VLLM_VENV)/.installed .cache/smollm2/model.safetensors
 	$(VLLM_VENV)/bin/python tests/bench/bench_vllm.py
+	$(VLLM_VENV)/bin/python tests/bench/bench_vllm_memory.py
 
 fuzz: $(VENV)/.fuzz
 	set -e; for target in $(FUZZ_TARGETS); do \
