@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
@@ -23,8 +24,20 @@ from protocol.errors import Code, DecodeError
 T = TypeVar("T")
 
 
-def _malformed(where: str, what: str) -> DecodeError:
-    return DecodeError(Code.MALFORMED, f"{where}: {what}")
+# Where in an object a value stands: the object's name, or (where, field or place in a list). Made for every value
+# and read for a wrong one alone.
+Where = str | tuple["Where", str | int]
+
+
+def _malformed(where: Where, what: str) -> DecodeError:
+    return DecodeError(Code.MALFORMED, f"{_shown_place(where)}: {what}")
+
+
+def _shown_place(where: Where) -> str:
+    if isinstance(where, str):
+        return where
+    outer, inner = where
+    return f"{_shown_place(outer)}[{inner}]" if isinstance(inner, int) else f"{_shown_place(outer)}.{inner}"
 
 
 def _shown(plain: Any) -> str:
@@ -41,7 +54,7 @@ class Kind:
         """The msgpack form of a value."""
         return value
 
-    def value(self, plain: Any, where: str) -> Any:
+    def value(self, plain: Any, where: Where) -> Any:
         """The checked value of a msgpack form; raises DecodeError(MALFORMED) naming `where`."""
         raise NotImplementedError
 
@@ -52,7 +65,7 @@ class UInt(Kind):
 
     most: int = 2**64 - 1
 
-    def value(self, plain: Any, where: str) -> int:
+    def value(self, plain: Any, where: Where) -> int:
         if type(plain) is not int or not 0 <= plain <= self.most:
             raise _malformed(where, f"expected an integer from 0 to {self.most}, got {_shown(plain)}")
         return plain
@@ -65,7 +78,7 @@ class Real(Kind):
     def plain(self, value: Any) -> float:
         return float(value)
 
-    def value(self, plain: Any, where: str) -> float:
+    def value(self, plain: Any, where: Where) -> float:
         if type(plain) is not float or not math.isfinite(plain):
             raise _malformed(where, f"expected a finite float64, got {_shown(plain)}")
         return plain
@@ -73,7 +86,7 @@ class Real(Kind):
 
 @dataclasses.dataclass(frozen=True)
 class Flag(Kind):
-    def value(self, plain: Any, where: str) -> bool:
+    def value(self, plain: Any, where: Where) -> bool:
         if type(plain) is not bool:
             raise _malformed(where, f"expected true or false, got {_shown(plain)}")
         return plain
@@ -86,7 +99,7 @@ class Bytes(Kind):
     least: int
     most: int | None = None
 
-    def value(self, plain: Any, where: str) -> bytes:
+    def value(self, plain: Any, where: Where) -> bytes:
         most = self.least if self.most is None else self.most
         if type(plain) is not bytes or not self.least <= len(plain) <= most:
             got = f"{len(plain)} bytes" if type(plain) is bytes else type(plain).__name__
@@ -101,7 +114,7 @@ class Text(Kind):
 
     most: int
 
-    def value(self, plain: Any, where: str) -> str:
+    def value(self, plain: Any, where: Where) -> str:
         if type(plain) is not str or len(plain) > self.most:
             raise _malformed(where, f"expected text of at most {self.most} characters")
         return plain
@@ -116,7 +129,7 @@ class Choice(Kind):
     def plain(self, value: Any) -> str:
         return str(value)
 
-    def value(self, plain: Any, where: str) -> StrEnum:
+    def value(self, plain: Any, where: Where) -> StrEnum:
         try:
             return self.words(plain)
         except ValueError:
@@ -132,7 +145,7 @@ class Maybe(Kind):
     def plain(self, value: Any) -> Any:
         return None if value is None else self.inner.plain(value)
 
-    def value(self, plain: Any, where: str) -> Any:
+    def value(self, plain: Any, where: Where) -> Any:
         return None if plain is None else self.inner.value(plain, where)
 
 
@@ -144,14 +157,14 @@ class Many(Kind):
     most: int
 
     def plain(self, value: Any) -> list[Any]:
-        return [self.inner.plain(item) for item in value]
+        return list(value) if _is_own_form(self.inner) else list(map(self.inner.plain, value))
 
-    def value(self, plain: Any, where: str) -> tuple[Any, ...]:
+    def value(self, plain: Any, where: Where) -> tuple[Any, ...]:
         if type(plain) is not list:
             raise _malformed(where, f"expected a list, got {type(plain).__name__}")
         if len(plain) > self.most:
-            raise DecodeError(Code.TOO_LARGE, f"{where}: {len(plain)} items, at most {self.most}")
-        return tuple(self.inner.value(item, f"{where}[{i}]") for i, item in enumerate(plain))
+            raise DecodeError(Code.TOO_LARGE, f"{_shown_place(where)}: {len(plain)} items, at most {self.most}")
+        return tuple([self.inner.value(item, (where, place)) for place, item in enumerate(plain)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +176,7 @@ class Object(Kind):
     def plain(self, value: Any) -> dict[str, Any]:
         return to_plain(value)
 
-    def value(self, plain: Any, where: str) -> Any:
+    def value(self, plain: Any, where: Where) -> Any:
         return _from_plain(self.cls, plain, where)
 
 
@@ -176,7 +189,7 @@ class Tokens(Kind):
     def plain(self, value: Any) -> bytes:
         return np.asarray(value, dtype="<u4").tobytes()
 
-    def value(self, plain: Any, where: str) -> tuple[int, ...]:
+    def value(self, plain: Any, where: Where) -> tuple[int, ...]:
         raw = _array_bytes(plain, where, self.most)
         return tuple(np.frombuffer(raw, dtype="<u4").tolist())
 
@@ -190,7 +203,7 @@ class Floats(Kind):
     def plain(self, value: Any) -> bytes:
         return np.asarray(value, dtype="<f4").tobytes()
 
-    def value(self, plain: Any, where: str) -> tuple[float, ...]:
+    def value(self, plain: Any, where: Where) -> tuple[float, ...]:
         values = np.frombuffer(_array_bytes(plain, where, self.most), dtype="<f4")
         if not np.isfinite(values).all():
             bad = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -198,11 +211,11 @@ class Floats(Kind):
         return tuple(values.tolist())
 
 
-def _array_bytes(plain: Any, where: str, most: int) -> bytes:
+def _array_bytes(plain: Any, where: Where, most: int) -> bytes:
     if type(plain) is not bytes or len(plain) % 4:
         raise _malformed(where, "expected a byte string of 4-byte values")
     if len(plain) > 4 * most:
-        raise DecodeError(Code.TOO_LARGE, f"{where}: {len(plain) // 4} values, at most {most}")
+        raise DecodeError(Code.TOO_LARGE, f"{_shown_place(where)}: {len(plain) // 4} values, at most {most}")
     return plain
 
 
@@ -227,23 +240,47 @@ def _read_fields(cls: Any) -> tuple[tuple[str, Kind], ...]:
     return tuple(pairs)
 
 
+_WRITERS: dict[type, tuple[tuple[str, Callable[[Any], Any] | None], ...]] = {}
+
+
+def _writers(cls: type) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
+    """As `fields_of`: how each field is written, None where it is its own msgpack form."""
+    found = _WRITERS.get(cls)
+    if found is None:
+        pairs = fields_of(cls)
+        found = tuple((name, None if _is_own_form(kind) else kind.plain) for name, kind in pairs)
+        _WRITERS[cls] = found
+    return found
+
+
+def _is_own_form(kind: Kind) -> bool:
+    return type(kind).plain is Kind.plain
+
+
 def to_plain(value: Any) -> dict[str, Any]:
     """The msgpack map of a wire object."""
-    return {name: kind.plain(getattr(value, name)) for name, kind in fields_of(type(value))}
+    return {
+        name: getattr(value, name) if write is None else write(getattr(value, name))
+        for name, write in _writers(type(value))
+    }
 
 
-def _from_plain(cls: type[T], plain: Any, where: str) -> T:
+def _from_plain(cls: type[T], plain: Any, where: Where) -> T:
     pairs = fields_of(cls)
     if type(plain) is not dict:
         raise _malformed(where, f"expected a map, got {type(plain).__name__}")
-    for name, _ in pairs:
-        if name not in plain:
-            raise _malformed(where, f"field '{name}' is missing")
-    if len(plain) != len(pairs):
-        known = {name for name, _ in pairs}
-        unknown = sorted(str(key)[:40] for key in plain if key not in known)
-        raise _malformed(where, f"unknown field '{unknown[0]}'")
-    return cls(**{name: kind.value(plain[name], f"{where}.{name}") for name, kind in pairs})
+    if len(plain) != len(pairs) or not all(name in plain for name, _ in pairs):
+        raise _other_fields(pairs, plain, where)
+    return cls(*[kind.value(plain[name], (where, name)) for name, kind in pairs])
+
+
+def _other_fields(pairs: tuple[tuple[str, Kind], ...], plain: dict[Any, Any], where: Where) -> DecodeError:
+    known = [name for name, _ in pairs]
+    missing = next((name for name in known if name not in plain), None)
+    if missing is not None:
+        return _malformed(where, f"field '{missing}' is missing")
+    unknown = sorted(str(key)[:40] for key in plain if key not in known)
+    return _malformed(where, f"unknown field '{unknown[0]}'")
 
 
 def encode(value: Any) -> bytes:
@@ -317,9 +354,17 @@ def decode(cls: type[T], data: bytes, *, most: int | None = None) -> T:
     """
     if most is not None and len(data) > most:
         raise DecodeError(Code.TOO_LARGE, f"{cls.__name__}: {len(data)} bytes, at most {most}")
-    plain = unpack(data, cls.__name__, longest=longest_list(cls))
-    value = _from_plain(cls, plain, cls.__name__)
+    value = reopen(cls, data)
     # SPEC 7.2: bytes are valid only if re-encoding the decoded value gives the same bytes.
     if encode(value) != data:
         raise DecodeError(Code.NOT_CANONICAL, f"{cls.__name__}: not in canonical form")
     return value
+
+
+def reopen(cls: type[T], data: bytes) -> T:
+    """The value of bytes that this side encoded, or decoded and kept, before (a ledger's): that they are canonical is
+    known, and seeing to it again is half of decoding.
+
+    Raises DecodeError as `decode` does, but for NOT_CANONICAL.
+    """
+    return _from_plain(cls, unpack(data, cls.__name__, longest=longest_list(cls)), cls.__name__)

@@ -204,8 +204,8 @@ class Auditor:
 
 
 def _open(row: SubmissionRow) -> Case:
-    trace = codec.decode(Trace, codec.decode(Signed, row.trace).payload)
-    return Case(row, trace, codec.decode(Lease, codec.decode(Signed, row.lease).payload))
+    trace = codec.reopen(Trace, codec.reopen(Signed, row.trace).payload)
+    return Case(row, trace, codec.reopen(Lease, codec.reopen(Signed, row.lease).payload))
 
 
 def _line(error: Exception) -> str:

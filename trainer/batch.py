@@ -162,7 +162,7 @@ def _sequences(group: CompleteGroup, version: int, shaping: Shaping) -> list[Com
     row = group.group
     if len(group.traces) != row.size:
         raise LocalError(f"group {row.group_id.hex()} has {len(group.traces)} accepted traces, not {row.size}")
-    traces = [codec.decode(Trace, codec.decode(Signed, each.trace).payload) for each in group.traces]
+    traces = [codec.reopen(Trace, codec.reopen(Signed, each.trace).payload) for each in group.traces]
     drawn = [np.asarray(trace.generated(), dtype=np.int64) for trace in traces]
     rewards = [shaping.reward(each.reward, len(at)) for each, at in zip(group.traces, drawn, strict=True)]
     gains = ADVANTAGES[shaping.advantage](rewards)

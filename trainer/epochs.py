@@ -73,7 +73,7 @@ def _root_and_size(ledger: Ledger, version: int, manifest: bytes) -> tuple[bytes
 
 
 def _opened(signed: bytes) -> Signed:
-    return codec.decode(Signed, signed)
+    return codec.reopen(Signed, signed)
 
 
 class Registrar:

@@ -133,7 +133,7 @@ class Visit:
         return messages.HeartbeatReply(
             clock_ms=self._office.clock(),
             latest_version=self._office.shelf.latest,
-            verdicts=tuple(codec.decode(Signed, signed) for _, signed in found),
+            verdicts=tuple(codec.reopen(Signed, signed) for _, signed in found),
             verdict_cursor=found[-1][0] if found else request.verdict_cursor,
         )
 

@@ -21,7 +21,7 @@ from protocol.trace import Trace
 from protocol.verdict import Check, Reason
 from verify.accounting import check_run, check_signature, lease_findings
 from verify.environment import environment_findings, replay_trace
-from verify.finding import Finding, as_check, blames, first_failure, skipped
+from verify.finding import Finding, as_check, blames, first_failure, passed, skipped
 from verify.structure import PolicyShape, structure_findings
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CheapResult:
 
 
 def cheap_checks(
-    signed: Signed,
+    signed: Signed | None,
     trace: Trace,
     lease: Lease,
     *,
@@ -67,7 +67,8 @@ def cheap_checks(
     tokenizer: Codec,
     received_ms: int | None,
 ) -> CheapResult:
-    """Every check that needs no model (SPEC 10.1 steps 1 to 12).
+    """Every check that needs no model (SPEC 10.1 steps 1 to 12). `signed` None: the signature was verified, and its
+    signer is the trace's node; that is a quarter of what the others take together.
 
     Raises EnvironmentFault or PolicyError when the replay fails on this side: the trace is then not judged.
     """
@@ -81,7 +82,7 @@ def cheap_checks(
 
 
 def _cheap_findings(
-    signed: Signed,
+    signed: Signed | None,
     trace: Trace,
     lease: Lease,
     run: bytes,
@@ -91,7 +92,7 @@ def _cheap_findings(
     received_ms: int | None,
     reward: list[float],
 ) -> Iterator[Finding]:
-    yield check_signature(signed, trace)
+    yield passed("signature") if signed is None else check_signature(signed, trace)
     yield check_run(trace, run)
     yield from lease_findings(trace, lease, received_ms)
     yield from structure_findings(trace, lease, shape)

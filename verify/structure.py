@@ -65,7 +65,7 @@ def _check_spans(trace: Trace) -> Finding:
         (any(span.length == 0 for span in trace.spans), "a span is empty"),
         (covered != len(trace.tokens), f"spans cover {covered} tokens of {len(trace.tokens)}"),
         (len(trace.logprobs) != generated, f"{len(trace.logprobs)} logprobs for {generated} generated tokens"),
-        (any(value > 0 for value in trace.logprobs), "a logprob is above 0"),
+        (max(trace.logprobs, default=0.0) > 0, "a logprob is above 0"),
         (trace.finished_ms < trace.started_ms, "it was finished before it was started"),
     )
     fault = next((text for found, text in faults if found), None)
@@ -83,9 +83,10 @@ def _check_length(trace: Trace, lease: Lease) -> Finding:
 
 def _check_token_range(trace: Trace, shape: PolicyShape) -> Finding:
     # SPEC 10.1 step 6: every token id is below the policy's vocabulary size.
-    place, worst = max(enumerate(trace.tokens), key=lambda pair: pair[1], default=(0, 0))
+    worst = max(trace.tokens, default=0)
     limit = float(shape.vocabulary_size - 1)
     if worst >= shape.vocabulary_size:
+        place = trace.tokens.index(worst)
         detail = f"token id {worst}, the policy has {shape.vocabulary_size}"
         return Finding("token range", Reason.TOKEN_RANGE, detail, float(worst), limit, (place, place + 1))
     return passed("token range", value=float(worst), limit=limit)

@@ -129,15 +129,17 @@ def replay(
 
 def turn_fault(stop_ids: frozenset[int], ids: Ids, budget: int) -> str:
     """Why `ids` cannot be one turn under rule 1; empty when they can."""
-    first_stop = next((place for place, token in enumerate(ids) if token in stop_ids), None)
+    early = not stop_ids.isdisjoint(ids[:-1])
+    stops = early or (bool(ids) and ids[-1] in stop_ids)
     if not ids:
         return "the turn is empty"
     if len(ids) > budget:
         return f"the turn has {len(ids)} tokens, {budget} were allowed"
-    if first_stop is None and len(ids) < budget:
+    if not stops and len(ids) < budget:
         return f"the turn ends after {len(ids)} tokens without a stop token, {budget} were allowed"
-    if first_stop is not None and first_stop != len(ids) - 1:
-        return f"{len(ids) - 1 - first_stop} tokens follow the stop token"
+    if early:
+        first = next(place for place, token in enumerate(ids) if token in stop_ids)
+        return f"{len(ids) - 1 - first} tokens follow the stop token"
     return ""
 
 

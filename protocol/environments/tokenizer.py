@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -33,6 +33,7 @@ from protocol.outputs import cause
 # Stands for a finished model turn while an observation is rendered; the template must keep it as it is.
 _REPLY: Final = "RLCOMMONS-REPLY"
 _PROBE: Final = "RLCOMMONS-OBSERVATION"
+_PROMPTS_KEPT: Final = 32
 # What a template may call these by name, as transformers passes them.
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -62,6 +63,8 @@ class PolicyTokenizer:
         self.stop_ids = stop_ids
         # Ids the policy can draw are below this: rows of its embedding.
         self.vocabulary_size = vocabulary_size
+        # The completions of a group come one after the other and have the same prompt.
+        self._prompt_ids = lru_cache(_PROMPTS_KEPT)(self._rendered_ids)
 
     @classmethod
     def load(cls, policy_dir: Path) -> PolicyTokenizer:
@@ -98,6 +101,9 @@ class PolicyTokenizer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The conversation and what opens the assistant's turn, as the chat template renders them."""
+        return self._prompt_ids(tuple(messages))
+
+    def _rendered_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         ids = self.encode(self._render(messages))
         if not ids:
             raise PolicyError("the chat template renders this prompt as nothing")
@@ -222,12 +228,15 @@ def _sandbox() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 def _compile(source: str, policy_dir: Path) -> jinja2.Template:
     try:
-        return _sandbox().from_string(source)
+        template = _sandbox().from_string(source)
     except Exception as error:  # beside its own errors, those of compiling the Python that it makes of a template
         raise PolicyError(
             f"the chat template of {policy_dir} does not compile: {error} (a template that asks for the time or "
             "for random numbers cannot be replayed and is refused)"
         ) from error
+    # As one dict: every rendering copies them, and of jinja2's chain of dicts that is most of a short prompt's cost.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _is_unicode(text: str) -> bool:
