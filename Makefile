@@ -52,7 +52,8 @@ bench: $(VENV)/.test $(VENV)/.run-smollm2
 bench-weights: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench $(BIN)/python $(addprefix tests/bench/bench_,delta.py follow.py transport.py swarm.py)
 
-# The trainer's bars: the learner's step, the gateway, and the learner's step against TRL's.
+# The trainer's bars: the learner's step, the gateway, admission, the learner's step against TRL's, a killed trainer's
+# return, eight simulated hours of 200 nodes, and what staleness costs.
 bench-trainer: $(VENV)/.test
 	scripts/bench-trainer $(BIN)/python "$(TRL_PYTHON)"
 
