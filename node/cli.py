@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
-from protocol.heap import few_heaps
+from protocol.heap import few_heaps, settle
 
 if TYPE_CHECKING:
     import trio
 
     from node.config import NodeConfig
+    from node.engine import Engine
     from node.report import Report, Status
     from protocol.run import RunAddress
 
@@ -287,9 +288,17 @@ async def _join_until_signalled(config: NodeConfig, report: Report, status: Stat
             nursery.start_soon(_listen_to_signals, stop, at_once)
             if with_stdin:
                 nursery.start_soon(_watch_stdin, stop, at_once)
-            await join(config, report, status, stop)
+            await join(config, report, status, stop, make=_make_engine)
             nursery.cancel_scope.cancel()
     return INTERRUPTED if at_once.cancelled_caught else OK
+
+
+def _make_engine(config: NodeConfig) -> Engine:
+    from node.join import make_engine
+
+    engine = make_engine(config)
+    settle()
+    return engine
 
 
 async def _listen_to_signals(stop: trio.Event, at_once: trio.CancelScope) -> None:

@@ -17,7 +17,6 @@ import trio
 
 from node.engine import Engine, EngineBroken, SequenceRequest, TurnDone, Usage
 from protocol.errors import EngineError, RLCommonsError
-from protocol.heap import settle
 
 T = TypeVar("T")
 
@@ -155,7 +154,6 @@ class EngineThread:
     def _drive(self) -> None:
         try:
             engine = self._make()
-            settle()
             try:
                 self._look(engine)
                 while self._run_commands(engine):
