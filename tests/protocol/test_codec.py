@@ -139,6 +139,20 @@ def test_a_message_that_is_cut_off_anywhere_is_malformed(data: st.DataObject) ->
     assert caught.value.code is Code.MALFORMED
 
 
+@pytest.mark.parametrize(("cls", "data"), EXAMPLES, ids=[cls.__name__ for cls, _ in EXAMPLES])
+def test_what_was_decoded_before_reopens_as_the_same_value(cls: type, data: bytes) -> None:
+    assert codec.reopen(cls, data) == codec.decode(cls, data)
+    with pytest.raises(DecodeError):
+        codec.reopen(cls, data[:-1])
+
+
+def test_a_wrong_value_is_named_by_its_place_in_the_object() -> None:
+    plain = msgpack.unpackb(next(data for cls, data in EXAMPLES if cls is trace.Trace))
+    plain["spans"][1]["length"] = -1
+    with pytest.raises(DecodeError, match=r"^Trace\.spans\[1\]\.length: expected an integer"):
+        codec.decode(trace.Trace, msgpack.packb(plain))
+
+
 def test_an_object_over_its_size_is_too_large_before_it_is_read() -> None:
     with pytest.raises(DecodeError) as caught:
         codec.decode(trace.Trace, bytes(101), most=100)
