@@ -34,7 +34,6 @@ print("READY", flush=True)
 sys.stdin.read()
 """
 REFUSES_ALL = "{{ raise_exception('nobody may speak') }}"
-REFUSES_ANSWERS = "{% if messages | length > 1 %}{{ raise_exception('one turn is enough') }}{% endif %}"
 IS_NO_TEMPLATE = "{% for message in messages %}"
 
 
@@ -114,7 +113,7 @@ def test_a_node_that_is_killed_leaves_nothing_of_vllm_behind(policies: dict[str,
 def test_a_chat_template_that_raises_costs_its_leases_and_neither_engine_nor_node(
     alone: None, policies: dict[str, Path], tmp_path: Path
 ) -> None:
-    """On the first prompt, on the first answer of an environment, or before any: then the policy is not taken."""
+    """On the first prompt, or before any: then the policy is not taken."""
     engines: list[VllmEngine] = []
 
     def make(config: NodeConfig) -> VllmEngine:
@@ -129,7 +128,8 @@ def test_a_chat_template_that_raises_costs_its_leases_and_neither_engine_nor_nod
 
     async def scenario() -> None:
         async with world(tmp_path, publish=False, seconds=2 * START_SECONDS) as w:
-            w.trainer.publish(policy("answers", REFUSES_ANSWERS), 0)
+            # Another trainer's template is none that this one could render by.
+            w.trainer.publish(policy("all", REFUSES_ALL), 0).folder = policies["a"]
             node = w.node(make=make)
 
             async def until_returned(version: int, words: str) -> None:
@@ -141,22 +141,17 @@ def test_a_chat_template_that_raises_costs_its_leases_and_neither_engine_nor_nod
                 await w.trainer.until(is_back, START_SECONDS)
 
             async def publish(version: int, folder: Path) -> None:
-                # Another trainer's template is none that this one could render by.
                 w.trainer.publish(folder, version).folder = policies["a"]
                 await w.trainer.announce(version)
 
-            await until_returned(0, "this chat template cannot be used for tasks of more than one turn")
+            await until_returned(0, "the chat template cannot render the roles user: nobody may speak")
             inside = engines[0]._vllm
-            await publish(1, policy("all", REFUSES_ALL))
-            await until_returned(1, "the chat template cannot render the roles user: nobody may speak")
-            await publish(2, policy("none", IS_NO_TEMPLATE))
+            await publish(1, policy("none", IS_NO_TEMPLATE))
             said = await node.until_said("policy_failed")
-            assert "does not compile" in said.text and "policy 2 cannot be used here" in said.text
-            await publish(3, policy("good", ""))
-            await w.trainer.until(
-                lambda: any(trace.policy_version == 3 for trace in w.trainer.traces.values()), START_SECONDS
-            )
-            assert not [trace for trace in w.trainer.traces.values() if trace.policy_version in (1, 2)]
+            assert "does not compile" in said.text and "policy 1 cannot be used here" in said.text
+            await publish(2, policy("good", ""))
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4, START_SECONDS)
+            assert {trace.policy_version for trace in w.trainer.traces.values()} == {2}
             assert node.failure is None and not node.said("engine_failed")
             assert [engine._vllm for engine in engines] == [inside]
             await node.leave()
