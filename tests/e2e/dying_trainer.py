@@ -19,8 +19,8 @@ from trainer.serve import Child
 children_of = trainer.serve.children_of
 
 
-def with_deadly_learner(point: str, run: Run, wandb: str) -> list[Child]:
-    children = children_of(run, wandb)
+def with_deadly_learner(point: str, run: Run, *options: str) -> list[Child]:
+    children = children_of(run, *options)
     for child in children:
         if child.name == "learner":
             child.arguments = (__file__, point, str(run.folder.path), "learner")
