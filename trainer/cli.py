@@ -303,11 +303,13 @@ def _plan(options: argparse.Namespace) -> int:
 def _timeline(options: argparse.Namespace) -> int:
     from trainer import chain, timeline
     from trainer.ledger import Ledger
-    from trainer.rundir import open_run
+    from trainer.rundir import open_run, require_spare
 
-    ledger = Ledger(open_run(options.run).folder.ledger, read_only=True)
+    folder = open_run(options.run).folder
+    ledger = Ledger(folder.ledger, read_only=True)
     found = timeline.choose(ledger, digest=options.digest, last=options.last)
     if options.out is not None:
+        require_spare(folder, options.out)
         timeline.write_events(options.out, found)
     if options.json:
         for each in found:

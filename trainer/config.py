@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from types import MappingProxyType
 from typing import Final
 
 from protocol import limits
-from protocol.errors import UsageError
+from protocol.errors import DecodeError, UsageError
+from protocol.identity import node_from_peer_id
 from protocol.outputs import cause
 from trainer.advantage import ADVANTAGES
 from verify.standing import LEAST_FIRST
@@ -30,6 +32,20 @@ NAMED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "placement": ("disaggregated", "colocated", "both"),
     }
 )
+
+
+LONGEST_WAIT: Final = 2_592_000.0  # of a setting in seconds: thirty days; in minutes, more than anyone waits
+SELF: Final = "self"  # in a list of nodes, in the place of a peer id: the home engine's
+
+
+def require_peer_id(word: str, where: str) -> None:
+    """Raises UsageError for what is neither a node's id nor SELF."""
+    if word == SELF:
+        return
+    try:
+        node_from_peer_id(word)
+    except DecodeError as error:
+        raise UsageError(f"{where}: {error}: `rlnode key show` prints a node's id") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +138,12 @@ class TrainerConfig:
     keep_traces: int = 20_000  # trace bodies kept in the ledger; digests and verdicts stay for ever
 
     def __post_init__(self) -> None:
+        for name in (each.name for each in dataclasses.fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"config: {name} = {value!r} must be a number that has an end")
+            if name.endswith(("_seconds", "_minutes")) and value > LONGEST_WAIT:
+                raise UsageError(f"config: {name} = {value!r} may be at most {LONGEST_WAIT:,.0f}")
         for name, known in NAMED.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} is not known; known: {', '.join(known)}")
@@ -163,6 +185,8 @@ class TrainerConfig:
             raise UsageError("config: home_gpu_memory is a share of the card, above 0 and at most 1")
         if not all(isinstance(word, str) for word in self.trust):
             raise UsageError(f"config: trust = {list(self.trust)!r} must hold peer ids, each in quotes")
+        for word in self.trust:
+            require_peer_id(word, "config: trust")
         if not 0.0 < self.audit_floor <= 1.0:
             raise UsageError("config: audit_floor must be above 0 and at most 1: without audits nothing is verified")
         if self.audit_first < LEAST_FIRST:

@@ -20,7 +20,7 @@ from protocol.trace import TraceFile
 from protocol.verdict import Verdict
 from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionRow, SubmissionState
-from trainer.rundir import Run
+from trainer.rundir import Run, require_spare
 
 
 def choose_trace(ledger: Ledger, *, digest: str | None, state: SubmissionState) -> SubmissionRow:
@@ -101,6 +101,7 @@ def export_trace(
                 f"{what} of trace {chosen.digest.hex()[:16]}… is not there: {_MISSING[what]}; or choose another "
                 "trace with --digest"
             )
+        require_spare(run.folder, path)
         check_target(what, path)
     for what, path, value in wanted:
         write_whole(what, path, codec.encode(value))

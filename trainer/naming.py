@@ -6,14 +6,12 @@ Not here: what trust changes (standing.py), where it is kept (ledger_named.py), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
-from protocol.errors import DecodeError, UsageError
+from protocol.errors import UsageError
 from protocol.identity import node_from_peer_id
+from trainer.config import SELF, require_peer_id
 from trainer.ledger import Ledger
 from trainer.rundir import Run
-
-SELF: Final = "self"  # in the place of a peer id: the home engine's node
 
 
 def name_nodes(run: Run, ledger: Ledger, home: bytes | None, asked: Sequence[str]) -> None:
@@ -34,10 +32,8 @@ def _node(word: str, where: str, trainer: bytes, home: bytes | None) -> bytes:
         if home is None:
             raise UsageError(f"{where}: self is the home engine, and there is none: add --placement colocated, or both")
         return home
-    try:
-        node = node_from_peer_id(word)
-    except DecodeError as error:
-        raise UsageError(f"{where}: {error}: `rlnode key show` prints a node's id") from None
+    require_peer_id(word, where)
+    node = node_from_peer_id(word)
     if node == trainer:
         raise UsageError(f"{where}: {word} is this trainer's own id: name nodes, as `rlnode key show` prints them")
     return node

@@ -159,6 +159,13 @@ class RunFolder:
         return self.learner / f"step-{version_name(version)}"
 
 
+def require_spare(folder: RunFolder, path: Path) -> None:
+    """Raises UsageError where a file that a command is to write is one that the run has."""
+    real = Path(os.path.realpath(path))
+    if real.exists() and real.is_relative_to(os.path.realpath(folder.path)):
+        raise UsageError(f"{path} is a file of the run itself: choose another place")
+
+
 def versions_in(folder: Path) -> list[int]:
     """Which versions have a folder there, oldest first."""
     found = (path.name for path in folder.glob("*") if path.is_dir())

@@ -57,6 +57,8 @@ async def test_a_verdict_and_a_calibration_alone_are_what_check_takes(
             judged = verdict.trace_digest.hex()
             code = main([*words, "--digest", judged, "--calibration", files[2]])
             told = capsys.readouterr()
+            own = main([*words[:3], str(run.folder.config), "--digest", judged])
+            assert own == 2 and "is a file of the run itself" in capsys.readouterr().err
             if by is None:
                 assert code == 2 and "the calibration of trace" in told.err and "--digest" in told.err
                 continue
