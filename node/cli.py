@@ -133,9 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     doings.add_parser("verify", parents=[home, as_json], help="compute every root and digest again (reads everything)")
     doings.add_parser("gc", parents=[home, as_json], help="give up what nothing needs; a running node is not disturbed")
 
-    key = commands.add_parser("key", help="show, back up or restore this node's identity")
+    key = commands.add_parser("key", help="make, show, back up or restore this node's identity")
     actions = key.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("show", parents=[home], help="print the node's id")
+    actions.add_parser("new", parents=[home], help="make the key of a new home and print the id, before it ever joins")
     backup = actions.add_parser("backup", parents=[home], help="copy the key to FILE (keep it secret)")
     backup.add_argument("file", type=Path, metavar="FILE")
     restore = actions.add_parser("restore", parents=[home], help="take the key in FILE as this home's identity")
@@ -481,12 +482,18 @@ def _store_gc(home: Path, as_json: bool) -> int:
 
 
 def _key(options: argparse.Namespace) -> int:
-    from node.store import key_path, lock_holder
+    from node.store import Home, key_path, lock_holder
     from protocol.identity import load_identity, save_identity
 
     home = _home(options)
     if options.action == "show":
         print(load_identity(key_path(home)).peer_id)
+    elif options.action == "new":
+        with Home(home) as held:
+            identity, made = held.load_or_make_identity()
+        if not made:
+            raise UsageError(f"{home} has a key already: it is {identity.peer_id}")
+        print(identity.peer_id)
     elif options.action == "backup":
         identity = load_identity(key_path(home))
         save_identity(identity, options.file)

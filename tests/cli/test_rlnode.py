@@ -148,6 +148,14 @@ def test_a_key_is_backed_up_and_restored(tmp_path: Path) -> None:
     assert rlnode("key", "restore", copy, home=home).returncode == 3  # nor is an identity
 
 
+def test_the_id_of_a_node_can_be_had_before_it_joins(tmp_path: Path) -> None:
+    made = rlnode("key", "new", home=tmp_path / "home")
+    assert made.returncode == 0 and made.stdout.startswith("12D3KooW"), made.stderr
+    assert rlnode("key", "show", home=tmp_path / "home").stdout == made.stdout
+    again = rlnode("key", "new", home=tmp_path / "home")
+    assert again.returncode == 2 and f"has a key already: it is {made.stdout.strip()}" in again.stderr
+
+
 def test_a_key_that_others_can_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("11" * 32)
     (tmp_path / "key").chmod(0o644)
