@@ -102,6 +102,11 @@ def in_turns(config: TrainerConfig) -> TrainerConfig:
     return replace(config, staleness_target=0)
 
 
+def as_dispatched(config: TrainerConfig, folder: RunFolder) -> TrainerConfig:
+    """The settings that leases of this run follow, as it is or was served last."""
+    return in_turns(config) if folder.turns.is_dir() else config
+
+
 @contextmanager
 def learners_turn(run: Run) -> Iterator[bool]:
     """The device is the learner's within; whether it had to be waited for. Where nobody else uses it that is at once.

@@ -33,7 +33,7 @@ from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState
-from trainer.naming import name_nodes
+from trainer.naming import name_nodes, nodes_of
 from trainer.place import locked
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run, short_of_room
 from trainer.stall import AUDITORS, MOST_RESTARTS, RUN, Seen, Watch
@@ -183,7 +183,9 @@ class Supervisor:
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if child.ended_for:
             how = f"was ended: {child.ended_for}"
-        why = f": {child.last_words[-1]}" if child.last_words and not child.ended_for else ""
+        said = child.last_words[-1] if child.last_words and not child.ended_for else ""
+        # What is killed from outside does not say why.
+        why = said and (f"; its last words: {said}" if code < 0 else f": {said}")
         if code == DIVERGED and child.name == "learner":
             self._give_up(DIVERGED, f"the learner {how}{why}", child)
             return
@@ -306,6 +308,9 @@ def serve(
         raise UsageError('--wandb needs its client: pip install -e ".[wandb]"')
     load_run_identity(run)
     load_secrets(run)
+    for words, where in ((run.config.trust, f"trust in {run.folder.config}"), (trust, "--trust")):
+        # Before anything is written; the home engine may have no key yet.
+        nodes_of(words, where, trainer=run.genesis.trainer, home=b"" if rlnode else None)
     run.folder.logs.mkdir(exist_ok=True)
     with locked(run, moved=moved), _Stopping() as stopping:
         for of_an_earlier_time in (run.folder.page, run.folder.address, run.folder.near_address):
@@ -328,7 +333,7 @@ def serve(
 
 def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, stopping: _Stopping) -> int:
     told: dict[str, str] = {}
-    faults, room = _Faults(looking), _Room(run.folder.path)
+    news, room = _News(looking), _Room(run.folder.path)
     stalls = _Stalls(run, looking, supervisor)
     shown = 0.0
     while not stopping.wait(LOOK_SECONDS):
@@ -340,8 +345,8 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             if file.exists() and told.get(name) != (found := file.read_text(encoding="utf-8").strip()) and found:
                 told[name] = found
                 screen.say(name, text + found)
-        for fault in faults.fresh():
-            screen.say("fault", fault)
+        for kind, text in news.fresh():
+            screen.say(kind, text)
         if time.monotonic() - shown >= screen.seconds:
             shown = time.monotonic()
             found_now = summary(looking, run.config, now_ms())
@@ -362,21 +367,24 @@ def _tell(supervisor: Supervisor, screen: _Screen) -> None:
         screen.say("process", supervisor.news.pop(0))
 
 
-class _Faults:
-    """Faults of the trainer's own that its processes wrote into the ledger, each said once."""
+class _News:
+    """What a person must know of that the run's processes wrote into the ledger, each said once: faults of the
+    trainer's own, and trusted nodes that lied."""
 
     def __init__(self, looking: Ledger) -> None:
         self._looking = looking
         self._said: set[str] = set()
         self._last = looking.view("SELECT COALESCE(MAX(id), 0) AS id FROM events")[0]["id"]
 
-    def fresh(self) -> list[str]:
+    def fresh(self) -> list[tuple[str, str]]:
+        """(kind, text), oldest first."""
         rows = self._looking.view(
-            "SELECT id, text FROM events WHERE id > ? AND kind = 'fault' ORDER BY id", (self._last,)
+            "SELECT id, kind, text FROM events WHERE id > ? AND kind IN ('fault', 'trust') ORDER BY id", (self._last,)
         )
         self._last = max([self._last, *(row["id"] for row in rows)])
-        new = [text for text in dict.fromkeys(row["text"] for row in rows) if text not in self._said]
-        self._said.update(new)
+        found = dict.fromkeys((row["kind"], row["text"]) for row in rows)
+        new = [each for each in found if each[1] not in self._said]
+        self._said.update(text for _, text in new)
         return new
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from protocol.device_turns import LEARNER, look
 from trainer.config import TrainerConfig
+from trainer.home import as_dispatched
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
 from trainer.pacing import queue_of, standing, why_begin_nothing
@@ -34,7 +35,7 @@ def waits(ledger: Ledger, config: TrainerConfig, now_ms: int) -> list[dict[str, 
     found = [_gateway(ledger, owed, last_trace, connected["n"])]
     found += _auditors(owed, claims, last_verdict)
     found.append(_learner(ledger, config, last_policy))
-    found.append(_leases(ledger, config, now_ms))
+    found.append(_leases(ledger, as_dispatched(config, RunFolder(ledger.folder)), now_ms))
     found += _device(ledger)
     return [asdict(each) for each in found]
 

@@ -12,20 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from protocol.device_turns import ENGINE, Turns, turns
+from protocol.diagnosis import Level
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity, load_identity, peer_id
 from protocol.run import EnvironmentShare
 from trainer import home, serve
 from trainer.config import TrainerConfig, load_config, write_config
+from trainer.doctor import examine
 from trainer.init import init_run
 from trainer.ledger import Ledger
+from trainer.ledger_rows import SubmissionState
 from trainer.naming import name_nodes, nodes_of
 from trainer.pacing import Consumption, why_begin_nothing
 from trainer.rundir import Run, open_run
 from trainer.stall import Seen
 from trainer.summary import summary
+from trainer.view import render
 
 NODE, OTHER, AT_HOME = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 # A peer id of an RSA key, as older libp2p nodes have.
@@ -125,6 +130,40 @@ def test_status_and_page_name_the_home_engine_and_who_is_trusted(run: Run, ledge
     assert found == {AT_HOME.peer_id: (True, False), peer_id(NODE.node): (False, True)}
 
 
+def test_a_trusted_node_that_lied_is_told_of_by_serve_status_and_doctor_with_the_rate_it_has_now(
+    run: Run, ledger: Ledger
+) -> None:
+    def shown() -> tuple[bool, str | None, float]:
+        (row,) = summary(ledger, run.config, 2)["nodes"]
+        return row["trusted"], row["lied"], row["rate"]
+
+    ledger.see_node(NODE.node, 1, "rlcommons", "transformers")
+    ledger.add_verdict(NODE.node, bytes(32), SubmissionState.REFUSED, "MARGIN", True, 1, b"signed")
+    name_nodes(run, ledger, None, ())
+    assert shown() == (False, None, 1.0), "nobody ever trusted it"
+    run = configured(run, trust=(NODE.peer_id,))
+    name_nodes(run, ledger, None, ())
+    assert shown() == (True, None, run.config.audit_floor), "before its next trace"
+    news = serve._News(ledger)
+    ledger.add_verdict(NODE.node, b"\1" * 32, SubmissionState.REFUSED, "SEED", True, 2, b"signed")
+    for number in (1, 2):
+        ledger.add_event(number, "trust", "a node, which you trusted, was refused")
+        ledger.add_event(number, "audit", "another matter")
+    assert news.fresh() == [("trust", "a node, which you trusted, was refused")] and news.fresh() == []
+    name_nodes(run, ledger, None, ())
+    assert shown() == (False, "SEED", 1.0)
+    (warning,) = (each for each in examine(run.folder.path, 4) if each.what == "trust")
+    assert warning.level is Level.WARNING and f"node {NODE.peer_id}, which you trusted, was refused for SEED" in (
+        warning.text
+    )
+    console = Console(width=200)
+    with console.capture() as screen:
+        console.print(render(run, summary(ledger, run.config, 2)))
+    assert "trust lost: SEED" in screen.get()
+    name_nodes(configured(run), ledger, None, ())
+    assert shown() == (False, None, 1.0), "the settings name it no more"
+
+
 # --- the home engine ---
 
 
@@ -191,6 +230,15 @@ def test_in_turns_no_more_is_begun_than_the_next_step_lacks() -> None:
     found = home.in_turns(config)
     begun = next(count for count in range(100) if why_begin_nothing(Consumption(3, 2), count, 3, found))
     assert begun == 6 < next(count for count in range(100) if why_begin_nothing(Consumption(3, 2), count, 3, config))
+
+
+def test_in_turns_people_are_told_the_target_that_leases_follow(run: Run, ledger: Ledger) -> None:
+    def leases() -> str:
+        return str(next(each["what"] for each in summary(ledger, run.config, 1)["waits"] if each["part"] == "leases"))
+
+    assert leases().endswith(f"(staleness_target {run.config.staleness_target})")
+    run.folder.turns.mkdir()
+    assert leases().endswith("(staleness_target 0)")
 
 
 def test_the_processes_of_each_placement(run: Run) -> None:

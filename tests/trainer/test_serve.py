@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from trainer.ledger import Ledger
 from trainer.place import locked
 from trainer.rundir import Run
 from trainer.serve import RESTART_SECONDS, Child, Supervisor, children_of
+from trainer.serve import serve as serve_run
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
@@ -105,14 +107,15 @@ def test_a_child_that_was_killed_is_started_again(run: Run, ledger: Ledger, tmp_
     child = child_that(run, "run", mark)
     supervisor = Supervisor(run, ledger, [child])
     try:
-        until(mark.exists, supervisor.look)
+        until(lambda: mark.exists() and child.last_words, supervisor.look)
         assert child.process is not None
         first = child.process.pid
         os.kill(first, signal.SIGKILL)
         mark.unlink()
         until(mark.exists, supervisor.look)
         assert child.process is not None and child.process.pid != first
-        assert "was killed by SIGKILL" in supervisor.news[0]
+        # What it said last is not why.
+        assert "was killed by SIGKILL; its last words: all is well; started again in" in supervisor.news[0]
     finally:
         supervisor.stop()
 
@@ -208,3 +211,13 @@ def test_serving_what_is_no_run_says_what_to_do(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "trainer.cli", "serve", str(tmp_path)]
     found = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
     assert found.returncode == 2 and "rltrainer init" in found.stderr
+
+
+def test_a_serve_that_is_refused_for_a_name_has_written_nothing(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run.folder.path, tmp_path / "run"))
+    served = folder / "served"
+    served.unlink(missing_ok=True)
+    for asked in ("nonsense", "self"):
+        with pytest.raises(UsageError, match="--trust: "):
+            serve_run(folder, trust=(asked,))
+    assert not served.exists() and not (folder / "lock").exists()
