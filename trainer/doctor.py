@@ -56,6 +56,7 @@ def examine(path: Path, now_ms: int) -> Iterator[Finding]:
             yield from _policy(run, ledger)
             yield _learner(run.folder, ledger)
             yield from _nodes(ledger)
+            yield from _trust(ledger)
             yield from _faults(ledger, now_ms)
             size = _size_of_step(run.folder, ledger)
     yield _room(run.folder, size)
@@ -201,6 +202,18 @@ def _nodes(ledger: Ledger) -> Iterator[Finding]:
             f"{peer_id(row['node'])} says it holds policy {row['version']}, the latest here is {latest}: if this run "
             f"was restored from an old copy, restore it again with --published {row['version']}",
         )
+
+
+def _trust(ledger: Ledger) -> Iterator[Finding]:
+    """Nodes that a person named as trusted, and that lied since."""
+    for node, lie in sorted(ledger.lies_of_trusted().items()):
+        if lie is not None:
+            yield Finding(
+                "trust",
+                Level.WARNING,
+                f"node {peer_id(node)}, which you trusted, was refused for {lie} since: it is audited like a stranger; "
+                f"find out why, and serve with --trust {peer_id(node)} to trust it again",
+            )
 
 
 def _faults(ledger: Ledger, now_ms: int) -> Iterator[Finding]:

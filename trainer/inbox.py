@@ -11,8 +11,7 @@ Not here: the checks themselves (verify/check.py), recomputing (audit.py), who w
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Final
@@ -34,6 +33,7 @@ from trainer.child import now_ms
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState, LeaseState, NewSubmission, SlotState, SubmissionRow, SubmissionState
+from trainer.naming import show_rates
 from trainer.node_scores import NodeScores
 from trainer.pairs import pair_name, pair_of
 from trainer.shelf import Shelf
@@ -140,8 +140,9 @@ class Notary:
 class Inbox:
     """Takes submissions into the ledger. Every method runs inside the clerk's transaction."""
 
-    def __init__(self, ledger: Ledger, notary: Notary) -> None:
+    def __init__(self, ledger: Ledger, notary: Notary, config: TrainerConfig) -> None:
         self._ledger = ledger
+        self._config = config
         self.notary = notary
 
     def receive(self, arrival: Arrival) -> Submitted:
@@ -221,33 +222,34 @@ class Inbox:
     def _turn_away(self, arrival: Arrival, trace: Trace, digest: bytes, refusal: Finding) -> Submitted:
         """A signed verdict and no receipt: the trace is not kept."""
         verdict = self.notary.verdict(trace, digest, arrival.peer, refusal.reason, _up_to(refusal))
-        with self._minding_trust(arrival.peer, refusal.reason, arrival.received_ms):
-            self._ledger.add_verdict(
-                arrival.peer,
-                digest,
-                SubmissionState.REFUSED,
-                refusal.reason,
-                False,
-                arrival.received_ms,
-                codec.encode(verdict),
-            )
+        was = self._is_trusted(arrival.peer)
+        self._ledger.add_verdict(
+            arrival.peer,
+            digest,
+            SubmissionState.REFUSED,
+            refusal.reason,
+            False,
+            arrival.received_ms,
+            codec.encode(verdict),
+        )
+        if was and not self._is_trusted(arrival.peer):
+            self._end_trust(arrival.peer, refusal.reason, arrival.received_ms)
         return Submitted(None, verdict)
 
-    @contextmanager
-    def _minding_trust(self, node: bytes, reason: Reason | None, now_ms: int) -> Iterator[None]:
-        """SPEC 10.7: a lie costs a trusted node its trust. That follows from the verdict written within; here what was
+    def _is_trusted(self, node: bytes) -> bool:
+        return self._ledger.trust(node, self._ledger.last_verdict()) is not None
+
+    def _end_trust(self, node: bytes, reason: Reason | None, now_ms: int) -> None:
+        """SPEC 10.7: a lie costs a trusted node its trust. That follows from the verdict just written; here what was
         let in by it is sent to audit, and a person told."""
-        ledger = self._ledger
-        was = reason is not None and ledger.trust(node, ledger.last_verdict()) is not None
-        yield
-        if was and ledger.trust(node, ledger.last_verdict()) is None:
-            held = ledger.quarantine(node)
-            also = f"; {held} of its traces that were accepted without an audit are audited now" if held else ""
-            text = (
-                f"node {peer_id(node)} was trusted and is not any more: a trace of it was refused ({reason}){also}. "
-                f"It is audited like any other until the run is served with --trust {peer_id(node)} again"
-            )
-            ledger.add_event(now_ms, "trust", text)
+        held = self._ledger.quarantine(node)
+        show_rates(self._ledger, self._config, [node])
+        text = (
+            f"node {peer_id(node)}, which you trusted, was refused for {reason}: it is audited like a stranger from "
+            f"now on, {held} traces that trust let in go to audit; to trust it again, serve the run with "
+            f"--trust {peer_id(node)}"
+        )
+        self._ledger.add_event(now_ms, "trust", text)
 
     def record(self, decision: Decision, now_ms: int) -> None:
         """Write down a decision, and what follows from it."""
@@ -263,21 +265,26 @@ class Inbox:
         if decision.verdict is None:
             self._ledger.send_to_audit(row.sequence, decision.reward or 0.0, checks)
             return
-        with self._minding_trust(row.node, decision.reason, now_ms):
-            self._ledger.judge(
-                row,
-                state=decision.state,
-                reason=decision.reason,
-                audited=decision.audited,
-                reward=decision.reward,
-                checks=checks,
-                verdict=codec.encode(decision.verdict),
-                judged_ms=now_ms,
-                calibration=decision.calibration,
-                scores=decision.scores,
-            )
-            if row.reaudit is None and decision.audited and decision.state is SubmissionState.REFUSED:
-                self._follow_up(decision, now_ms)
+        was = decision.reason is not None and self._is_trusted(row.node)
+        self._ledger.judge(
+            row,
+            state=decision.state,
+            reason=decision.reason,
+            audited=decision.audited,
+            reward=decision.reward,
+            checks=checks,
+            verdict=codec.encode(decision.verdict),
+            judged_ms=now_ms,
+            calibration=decision.calibration,
+            scores=decision.scores,
+        )
+        lied = was and not self._is_trusted(row.node)
+        if lied:
+            self._end_trust(row.node, decision.reason, now_ms)
+        of_evidence = decision.reason is Reason.NODE_EVIDENCE
+        failed = row.reaudit is None and decision.audited and decision.state is SubmissionState.REFUSED
+        if failed and (of_evidence or not lied):  # one that lied was told of, with what goes to audit
+            self._follow_up(decision, now_ms)
         if row.reaudit is not None:
             name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
             self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")

@@ -48,15 +48,28 @@ class NamedNodes:
     def trust(self, node: bytes, seen: int) -> int | None:
         """Since which verdict a node is trusted as of verdict `seen`; None: nobody trusts it, or it lied since."""
         row = self._db.execute("SELECT trusted FROM named_nodes WHERE node = ?", (node,)).fetchone()
-        if row is None or row[0] is None or self._lied(node, row[0], seen):
+        if row is None or row[0] is None or self._lie(node, row[0], seen) is not None:
             return None
         return int(row[0])
 
     def trusted(self) -> frozenset[bytes]:
         """The nodes that are trusted now."""
-        rows = self._db.execute("SELECT node FROM named_nodes WHERE trusted IS NOT NULL").fetchall()
+        return frozenset(node for node, lie in self.lies_of_trusted().items() if lie is None)
+
+    def lies_of_trusted(self) -> dict[bytes, str | None]:
+        """For what each node that a person named as trusted is not any more: the reason of a refusal; None: it is."""
+        rows = self._db.execute("SELECT node, trusted FROM named_nodes WHERE trusted IS NOT NULL").fetchall()
         last = self.last_verdict()
-        return frozenset(row[0] for row in rows if self.trust(row[0], last) is not None)
+        return {node: self._lie(node, since, last) for node, since in rows}
+
+    def note_rate(self, node: bytes, rate: float) -> None:
+        """At which a node's traces are drawn for audit from now on, for people."""
+        with self.write():
+            self._db.execute("UPDATE nodes SET rate = ? WHERE node = ?", (rate, node))
+
+    def seen_nodes(self) -> list[bytes]:
+        """Every node that ever said hello."""
+        return [row[0] for row in self._db.execute("SELECT node FROM nodes ORDER BY node")]
 
     def traces_by(self, nodes: Collection[bytes], version: int, most: int) -> list[SubmissionRow]:
         """The first submissions of these nodes under a policy version that are still here and passed the checks that
@@ -75,15 +88,15 @@ class NamedNodes:
         row = self._db.execute("SELECT node FROM named_nodes WHERE home").fetchone()
         return None if row is None else row[0]
 
-    def _lied(self, node: bytes, since: int, seen: int) -> bool:
+    def _lie(self, node: bytes, since: int, seen: int) -> str | None:
         """SPEC 10.7: of the verdicts after `since` up to `seen`, the newest on some trace is a refusal of what the
-        trace says."""
+        trace says. The reason of the first of these."""
         marks = ", ".join("?" * len(NO_LIES))
         row = self._db.execute(
-            f"SELECT 1 FROM verdicts v WHERE v.outcome = '{SubmissionState.REFUSED}' AND v.node = ? "
+            f"SELECT v.reason FROM verdicts v WHERE v.outcome = '{SubmissionState.REFUSED}' AND v.node = ? "
             f"AND v.sequence > ? AND v.sequence <= ? AND v.reason NOT IN ({marks}) "
             "AND NOT EXISTS (SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node "
-            "AND l.sequence > v.sequence AND l.sequence <= ?) LIMIT 1",
+            "AND l.sequence > v.sequence AND l.sequence <= ?) ORDER BY v.sequence LIMIT 1",
             (node, since, seen, *sorted(NO_LIES), seen),
         ).fetchone()
-        return row is not None
+        return None if row is None else str(row[0])

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from protocol.errors import UsageError
 from protocol.identity import node_from_peer_id
-from trainer.config import SELF, require_peer_id
+from trainer.config import SELF, TrainerConfig, require_peer_id
 from trainer.ledger import Ledger
 from trainer.rundir import Run
+from trainer.standing import standing
 
 
 def name_nodes(run: Run, ledger: Ledger, home: bytes | None, asked: Sequence[str]) -> None:
@@ -20,6 +21,17 @@ def name_nodes(run: Run, ledger: Ledger, home: bytes | None, asked: Sequence[str
     always = nodes_of(run.config.trust, f"trust in {run.folder.config}", trainer=trainer, home=home)
     anew = nodes_of(asked, "--trust", trainer=trainer, home=home)
     ledger.name_nodes(home=home, always=always, anew=anew)
+    show_rates(ledger, run.config, ledger.seen_nodes())
+
+
+def show_rates(ledger: Ledger, config: TrainerConfig, nodes: Iterable[bytes]) -> None:
+    """Have nodes shown with the rate that follows from their audits and from trust as it is now. Their next draw says
+    it again, of its pair of engines too (SPEC 10.7 item 2)."""
+    trusted, last = ledger.trusted(), ledger.last_verdict()
+    with ledger.write():
+        for node in nodes:
+            rate = standing(ledger.latest_audits(node, last), config, trusted=node in trusted).rate
+            ledger.note_rate(node, rate)
 
 
 def nodes_of(words: Iterable[str], where: str, *, trainer: bytes, home: bytes | None) -> frozenset[bytes]:

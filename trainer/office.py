@@ -78,7 +78,7 @@ def open_office(run: Run, clock: Callable[[], int] = now_ms) -> Iterator[Office]
         fill_shelf(run, signer, writer, shelf, clock)
         sign_calibrations(signer, writer)
         stock = Stock(secrets.seeds, shares, writer.groups_made(), lambda: shelf.reading(shelf.latest).tokenizer)
-        inbox = Inbox(writer, notary)
+        inbox = Inbox(writer, notary, run.config)
         leasing = Leasing(run, writer, signer, secrets.seeds, shelf, stock)
         examiner = Examiner(of_the_judge, notary, shelf, chain, run.config, shares)
         with (

@@ -112,13 +112,15 @@ def following(ledger: Ledger) -> dict[str, Any]:
 def nodes(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
     """Every node seen, connected ones first; `node` is the peer id.
 
-    `rate`: at which its last trace was drawn for audit. `stake`: at that rate cheating pays for a node that has less
+    `accepted`, `refused`: traces, by the newest verdict on each. `rate`: at which its last trace was drawn for audit,
+    or the next will be where trust changed since. `stake`: at that rate cheating pays for a node that has less
     to lose than so many times what one cheat gains. `doing`, `doing_since_ms`: what it does or waits for. `home`: it is
-    the home engine; `trusted`: a person vouches for it, and it has not lied since.
+    the home engine; `trusted`: a person vouches for it, and it has not lied since; `lied`: the reason of the refusal
+    by which it lost that trust, None where it lost none.
     """
     rows = ledger.view("SELECT * FROM nodes ORDER BY connected DESC, accepted DESC")
     held, policy = ledger.held_slots(now_ms), ledger.policy()
-    home, trusted = ledger.home(), ledger.trusted()
+    home, lies = ledger.home(), ledger.lies_of_trusted()
     latest = None if policy is None else policy[0]
     return [
         {
@@ -127,7 +129,8 @@ def nodes(ledger: Ledger, now_ms: int) -> list[dict[str, Any]]:
             "node": identity.peer_id(row["node"]),
             "stake": stake(row["rate"]),
             "home": row["node"] == home,
-            "trusted": row["node"] in trusted,
+            "trusted": row["node"] in lies and lies[row["node"]] is None,
+            "lied": lies.get(row["node"]),
         }
         for row in rows
     ]

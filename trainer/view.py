@@ -100,6 +100,7 @@ def _nodes(found: dict[str, Any]) -> Table:
     for node in found["nodes"][:12]:
         state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
         state += "".join(f", {word}" for word in ("home", "trusted") if node[word])
+        state += f", [red]trust lost: {node['lied']}[/]" if node["lied"] else ""
         audits = f"{node['audits_passed']:,}" + (
             f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
         )

@@ -212,7 +212,7 @@ class Desk:
         fill_shelf(run, signer, ledger, shelf)
         self.ledger = ledger
         notary = Notary(run.run, signer, "bench")
-        self.inbox = Inbox(ledger, notary)
+        self.inbox = Inbox(ledger, notary, run.config)
         chain = AuditChain(secrets.audit)
         self.examiner = Examiner(ledger, notary, shelf, chain, run.config, run.genesis.environments)
         self.calibration = made_up_calibration(run, pair_of(ENGINE, run.config))

@@ -77,7 +77,7 @@ function fill(table, rows) {
 
 function nodeRow(node, now) {
   return [
-    [[tail(node.node), node.home && "home", node.trusted && "trusted"].filter(Boolean).join(" · "), "", node.node],
+    [[tail(node.node), node.home && "home", node.trusted && "trusted", node.lied && "trust lost: " + node.lied].filter(Boolean).join(" · "), "", node.node],
     [[node.doing, lasted(node.doing_since_ms, now)].join(" ").trim(), node.connected ? "good" : "soft"],
     [number(node.policy_version), "n"],
     [number(node.tokens_per_second), "n"],
