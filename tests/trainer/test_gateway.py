@@ -707,6 +707,7 @@ async def test_a_node_that_a_person_trusts_is_audited_at_the_floor_from_its_firs
             await client.beat()
         early = [draw for draw in draws(trainer).values() if draw is not None]
         assert {(draw.rate, draw.trusted) for draw in early} == {(0.25, 0)}
+        unseen = sum(not draw.drawn for draw in early)
         # A lie about the reward is found on all traces, and costs what was given on trust alone.
         reply = await client.submit(dataclasses.replace(script.trace(*slots[8]), reward=123.0))
         assert reply.receipt is not None
@@ -722,7 +723,13 @@ async def test_a_node_that_a_person_trusts_is_audited_at_the_floor_from_its_firs
         }
         assert trainer.ledger.waiting_audits() == 15, "what was let in on trust as well"
         told = trainer.ledger.view("SELECT text FROM events WHERE kind = 'trust'")
-        assert len(told) == 1 and f"--trust {peer_id(client.who.node)}" in told[0]["text"]
+        name = peer_id(client.who.node)
+        assert [row["text"] for row in told] == [
+            f"node {name}, which you trusted, was refused for REWARD: it is audited like a stranger from now on, "
+            f"{unseen} traces that trust let in go to audit; to trust it again, serve the run with --trust {name}"
+        ]
+        shown = summary(trainer.ledger, trainer.run.config, 1)["nodes"][0]
+        assert (shown["trusted"], shown["lied"], shown["rate"]) == (False, "REWARD", 1.0)
         # Only a person brings it back.
         trainer.ledger.name_nodes(home=None, always=(client.who.node,), anew=())
         assert not trainer.ledger.trusted()
