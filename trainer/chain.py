@@ -5,7 +5,11 @@
 
 The trainer itself saw how long all that is the node's took, from the lease to the receipt (`Stage.NODE`). The node's
 figures divide that and are cut down to it: none can claim more. Hand-in is what they leave of it: proofs, the node's
-disk, both ways over the network. Not here: sums over all rollouts (telemetry.py), how a chain is shown (timeline.py).
+disk, both ways over the network.
+
+A trace may get several verdicts: one accepted unseen is audited when its node fails an audit, a refused one again when
+its node asks. Everything here is by one of them: the newest; of a trace that a step took, the newest there was when
+that step began. Not here: sums over all rollouts (telemetry.py), how a chain is shown (timeline.py).
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ class Stage(StrEnum):
     TOOL = "tool_wait"
     HAND_IN = "hand_in"
     NODE = "node"
-    VERIFY = "verify"  # from the receipt to the first verdict
+    VERIFY = "verify"  # from the receipt to the verdict that stands
     BATCH = "batch_wait"  # from there until the step that took it began
     TRAIN = "train"  # that step
 
@@ -102,13 +106,18 @@ class Chain:
     leased_ms: int
     received_ms: int
     told: Told | None
-    audited: bool | None  # by the first verdict on it
+    audited: bool | None  # by the verdict that stands; None before the first
     auditor: str | None
     recomputed_ms: int | None  # when its auditor began
-    judged_ms: int | None
+    judged_ms: int | None  # when that was given
     batch: int | None  # the policy version that the step made which took it
     taken_ms: int | None
     learned_ms: int | None
+
+    @property
+    def is_judged_again(self) -> bool:
+        """It has a verdict, and waits for another."""
+        return self.judged_ms is not None and self.state in _TO_BE_JUDGED
 
     @property
     def node_seconds(self) -> float:
@@ -134,11 +143,23 @@ class Chain:
         return found
 
 
-_FIRST_VERDICT: Final = "FROM verdicts v WHERE v.digest = s.digest AND v.node = s.node ORDER BY v.sequence LIMIT 1"
+_TO_BE_JUDGED: Final = (SubmissionState.RECEIVED, SubmissionState.AUDIT, SubmissionState.AUDITED)
+
+
+def of_standing_verdict(column: str) -> str:
+    """SQL: of the verdict that stands on the submission `s`, where `t` is the step that took it, if one did."""
+    of_trace = f"SELECT v.{column} FROM verdicts v WHERE v.digest = s.digest AND v.node = s.node"
+    in_time = "(t.version IS NULL OR v.judged_ms <= t.created_ms - 1000 * t.seconds)"
+    return (
+        f"COALESCE(({of_trace} AND {in_time} ORDER BY v.sequence DESC LIMIT 1), "
+        f"({of_trace} ORDER BY v.sequence LIMIT 1))"
+    )
+
+
 _COLUMNS: Final = (
     "SELECT s.sequence, s.digest, s.node, s.group_id, g.environment, s.policy_version, s.state, s.reason, s.tokens, "
     f"l.issued_ms, s.received_ms, {TIMES}, s.judged_by, s.claimed_ms, t.version AS batch, t.created_ms AS learned_ms, "
-    f"t.seconds, (SELECT v.judged_ms {_FIRST_VERDICT}) AS judged_ms, (SELECT v.audited {_FIRST_VERDICT}) AS audited "
+    f"t.seconds, {of_standing_verdict('judged_ms')} AS judged_ms, {of_standing_verdict('audited')} AS audited "
 )
 _OF_SUBMISSIONS: Final = (
     _COLUMNS + "FROM submissions s JOIN leases l ON l.lease_id = s.lease_id JOIN groups g ON g.group_id = s.group_id "
@@ -178,10 +199,11 @@ def with_digest(ledger: Ledger, prefix: str) -> list[Chain]:
 
 
 def complete_ms(ledger: Ledger, chain: Chain) -> int | None:
-    """When the last of its group got its first verdict; None where that is not complete."""
+    """When the last of its group was judged; None where that is not complete."""
     rows = ledger.view(
-        f"SELECT (SELECT v.judged_ms {_FIRST_VERDICT}) AS at, (SELECT size FROM groups WHERE group_id = s.group_id) AS "
-        "size FROM submissions s WHERE s.group_id = ? AND s.state = 'ACCEPTED'",
+        f"SELECT {of_standing_verdict('judged_ms')} AS at, g.size FROM submissions s "
+        "JOIN groups g ON g.group_id = s.group_id LEFT JOIN steps t ON t.version = g.batch "
+        "WHERE s.group_id = ? AND s.state = 'ACCEPTED'",
         (chain.group_id,),
     )
     found = [row["at"] for row in rows if row["at"] is not None]

@@ -1,7 +1,8 @@
 """How long each stage of the chain takes, over all rollouts of a run: Prometheus histograms, and a table for people.
 
 Read from the ledger in the order in which things were written there, each once, so that a process that was started
-again shows what the one before did. Not here: the chain of one rollout (chain.py).
+again shows what the one before did. A histogram takes nothing back: `verify` is counted with the first verdict on a
+trace, where chain.py has it end with the one that stands; `batch_wait` begins with that one in both. Not here: the chain of one rollout (chain.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 from prometheus_client.core import HistogramMetricFamily
 
-from trainer.chain import CLAIMED, Stage, spread, told
+from trainer.chain import CLAIMED, Stage, of_standing_verdict, spread, told
 from trainer.ledger import Ledger
 from trainer.ledger_rows import TIMES
 
@@ -38,8 +39,8 @@ _JUDGED: Final = (  # for the first time
 )
 _STEPS: Final = "SELECT version, created_ms, seconds FROM steps WHERE version > ? ORDER BY version LIMIT ?"
 _TAKEN: Final = (
-    "SELECT g.environment, (SELECT v.judged_ms FROM verdicts v WHERE v.digest = s.digest AND v.node = s.node "
-    "ORDER BY v.sequence LIMIT 1) AS judged_ms FROM groups g INDEXED BY groups_by_batch "
+    f"SELECT g.environment, {of_standing_verdict('judged_ms')} AS judged_ms "
+    "FROM groups g INDEXED BY groups_by_batch JOIN steps t ON t.version = g.batch "
     "CROSS JOIN submissions s INDEXED BY submissions_by_group ON s.group_id = g.group_id "
     "WHERE g.batch = ? AND s.state = 'ACCEPTED'"
 )

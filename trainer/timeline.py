@@ -79,6 +79,8 @@ def _became(chain: Chain) -> str:
     if chain.batch is not None:
         return f"accepted {how}, in the step that made policy {chain.batch}"
     reason = f" ({chain.reason})" if chain.reason else ""
+    if chain.is_judged_again:
+        return f"{'refused' if reason else 'accepted'}{reason} {how}, and judged again now"
     return f"{chain.state.value.lower().replace('_', ' ')}{reason} {how}"
 
 

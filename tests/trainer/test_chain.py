@@ -217,7 +217,6 @@ def test_a_second_verdict_on_a_trace_is_no_second_wait_for_one(made: tuple[Run, 
     watched.catch_up(ledger)
     [verify] = [row for row in watched.table() if row["stage"] is Stage.VERIFY]
     assert (verify["count"], verify["mean"]) == (2, 1.25)
-    assert seconds(chain.newest(ledger, 10)[0])[Stage.VERIFY] == 0.5
 
 
 def test_a_run_of_many_environments_has_a_bounded_number_of_labels(
@@ -250,6 +249,55 @@ def played(made: tuple[Run, Ledger]) -> Run:
     learn(ledger, 1, 0)
     learn(ledger, 2, 1)
     return run
+
+
+def test_a_trace_that_was_judged_twice_is_told_by_the_verdict_that_stands(
+    made: tuple[Run, Ledger], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ledger = made
+    roll(ledger, 0)
+    accept(ledger, 0)
+    words = ["timeline", str(run.folder.path), "--digest", digest(0, 1).hex()]
+    received = NOW + 1_000
+    ledger.quarantine(NODES[0])
+    assert main(words) == 0
+    assert "accepted without an audit, and judged again now" in capsys.readouterr().out
+
+    ledger.claim_audits("auditor-0", received + 3_000, 1)
+    row = ledger.submission(digest(0, 1))
+    assert row is not None
+    ledger.finish_audit(row.sequence, b"audit", None)
+    ledger.judge(
+        row, state=SubmissionState.REFUSED, reason="MARGIN", audited=True, reward=None, checks=b"checks",
+        verdict=b"verdict", judged_ms=received + 4_000,
+    )  # fmt: skip
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "refused (MARGIN) after an audit" in told and "verify: 3.00 s until auditor-0 began with it" in told
+    assert main([*words, "--json"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["state"], found["reason"], found["audited"]) == ("REFUSED", "MARGIN", True)
+    assert (found["recomputed_ms"], found["judged_ms"]) == (received + 3_000, received + 4_000)
+    assert found["stages"][-1]["stage"] == "verify" and found["stages"][-1]["seconds"] == 4.0
+
+
+def test_a_trace_that_was_learned_from_is_told_by_the_verdict_that_let_it_in(made: tuple[Run, Ledger]) -> None:
+    _, ledger = made
+    roll(ledger, 0)
+    accept(ledger, 0)
+    received = NOW + 1_000
+    for audited, after in ((True, 4_000), (True, 6_000)):  # a retro-audit, and one that the step did not wait for
+        ledger.add_verdict(
+            NODES[0], digest(0, 1), SubmissionState.ACCEPTED, None, audited, received + after, b"verdict"
+        )
+    learn(ledger, 1, 0)
+    _, second = chain.newest_learned(ledger, 10)
+    assert (seconds(second)[Stage.VERIFY], seconds(second)[Stage.BATCH], second.audited) == (4.0, 1.0, True)
+    assert chain.complete_ms(ledger, second) == received + 4_000
+    sums = Telemetry()
+    sums.catch_up(ledger)
+    batch = next(row for row in sums.table() if row["stage"] == Stage.BATCH)
+    assert batch["mean"] == pytest.approx((4.5 + 1.0) / 2)
 
 
 def test_a_terminal_shows_the_newest_that_was_learned_from_as_a_waterfall(
