@@ -42,7 +42,7 @@ _TIMELINE_EPILOG = """stages:
                                                     trainer saw itself how long they took together, and they are cut
                                                     down to that. Hand in is what they leave of it: proofs, the
                                                     node's disk, the network both ways
-  verify        from the receipt to the first verdict
+  verify        from the receipt to the verdict that stands, which is the newest where an audit followed later
   batch wait    from there until the step that took it began
   train         that step
 
