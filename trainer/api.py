@@ -178,18 +178,30 @@ class _Metrics:
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"rlcommons_{name}", text, value=value)
-        verdicts = CounterMetricFamily("rlcommons_verdicts", "Verdicts given", labels=["outcome", "reason"])
-        verdicts.add_metric(["ACCEPTED", ""], now["accepted"])
-        verdicts.add_metric(["NOT_JUDGED", ""], now["not_judged"])
-        for reason, count in now["refusals"].items():
-            verdicts.add_metric(["REFUSED", reason], count)
-        yield verdicts
+        yield from _judged(now)
         yield from _rates(now)
         groups = GaugeMetricFamily("rlcommons_groups", "Groups by state", labels=["state"])
         for name, count in now["groups"].items():
             groups.add_metric([name], count)
         yield groups
         yield from self._state.telemetry(lambda telemetry: [telemetry.family()])
+
+
+def _judged(now: dict[str, Any]) -> Iterator[Metric]:
+    """Verdicts ever given, and traces as they stand."""
+    text = "Verdicts given; a trace that is judged again gets one more (traces as they stand: rlcommons_traces)"
+    verdicts = CounterMetricFamily("rlcommons_verdicts", text, labels=["outcome", "reason"])
+    given = {("ACCEPTED", ""): 0, ("NOT_JUDGED", ""): 0}
+    for row in now["verdicts"]:
+        reason = (row["reason"] or "") if row["outcome"] == "REFUSED" else ""
+        given[row["outcome"], reason] = given.get((row["outcome"], reason), 0) + row["n"]
+    for labels, count in given.items():
+        verdicts.add_metric(labels, count)
+    yield verdicts
+    traces = GaugeMetricFamily("rlcommons_traces", "Traces with a receipt by their state now", labels=["state"])
+    for state, count in now["traces"].items():
+        traces.add_metric([state], count)
+    yield traces
 
 
 ENDS: Final = ("expired", "returned", "refused", "unanswered", "stale", "given_up", "used")

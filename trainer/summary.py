@@ -6,12 +6,13 @@ Reads the ledger on a read-only connection and changes nothing.
 from __future__ import annotations
 
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from protocol import identity
 from trainer import waits
 from trainer.config import TrainerConfig
 from trainer.ledger import Ledger
+from trainer.ledger_rows import Reaudit, SubmissionState
 from trainer.standing import stake
 
 RECENT_STEPS = 5  # steps the "mean reward now" is taken over
@@ -22,7 +23,6 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
     """Counts, latest figures, what each part waits for. Times are Unix milliseconds, rates per second over the last
     minute."""
     steps = ledger.view("SELECT * FROM steps ORDER BY version DESC LIMIT ?", (RECENT_STEPS,))
-    verdicts = ledger.view("SELECT outcome, reason, COUNT(*) AS n FROM verdicts GROUP BY outcome, reason")
     minute = ledger.view(
         "SELECT COUNT(*) AS traces, COALESCE(SUM(tokens), 0) AS tokens, MIN(received_ms) AS since FROM submissions "
         "WHERE received_ms > ?",
@@ -40,12 +40,7 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "staleness_max": max((step["staleness_max"] for step in steps), default=None),
         "last_step": steps[0] if steps else None,
         "evaluation": evaluation(ledger),
-        "accepted": sum(row["n"] for row in verdicts if row["outcome"] == "ACCEPTED"),
-        "refused": sum(row["n"] for row in verdicts if row["outcome"] == "REFUSED"),
-        "not_judged": sum(row["n"] for row in verdicts if row["outcome"] == "NOT_JUDGED"),
-        "refusals": {row["reason"]: row["n"] for row in verdicts if row["outcome"] == "REFUSED"},
-        "audits_waiting": ledger.waiting_audits(),
-        "audited": ledger.view("SELECT COUNT(*) AS n FROM verdicts WHERE audited")[0]["n"],
+        **counts(ledger),
         "groups": {
             row["state"]: row["n"] for row in ledger.view("SELECT state, COUNT(*) AS n FROM groups GROUP BY state")
         },
@@ -61,6 +56,50 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
         "nodes": nodes(ledger, now_ms),
         "pairs": pairs(ledger),
     }
+
+
+def counts(ledger: Ledger) -> dict[str, Any]:
+    """`accepted`, `refused`, `not_judged`: traces as they stand now, by the newest verdict on each; an accepted one that
+    is judged again is none of these until then. `refusals`: of the refused by reason, with those turned away without a receipt.
+    `traces`: those with a receipt, by state. `verdicts`: all ever given, of which a trace may have several."""
+    # One search of an index a state: half the time of counting all of them in one go.
+    of_state = "SELECT COUNT(*) AS n FROM submissions WHERE state = ?"
+    traces = {str(state): ledger.view(of_state, (state,))[0]["n"] for state in SubmissionState}
+    verdicts = _verdicts(ledger)
+    refusals = {row["reason"]: row["n"] for row in verdicts if row["outcome"] == SubmissionState.REFUSED}
+    for row in ledger.view(_REPLACED_REFUSALS):
+        refusals[row["reason"]] -= row["n"]
+    audited = "SELECT COUNT(*) AS n FROM verdicts INDEXED BY audits_by_node WHERE audited"
+    return {
+        "accepted": traces[SubmissionState.ACCEPTED] + traces[SubmissionState.CREDITED],
+        "refused": sum(refusals.values()),
+        "not_judged": traces[SubmissionState.NOT_JUDGED],
+        "refusals": {reason: count for reason, count in refusals.items() if count},
+        "traces": traces,
+        "verdicts": verdicts,
+        "audits_waiting": traces[SubmissionState.AUDIT],
+        "audited": ledger.view(audited)[0]["n"],
+    }
+
+
+# Only a re-audit, of which there is one a trace, follows a refusal.
+_REPLACED_REFUSALS: Final = (
+    "SELECT v.reason, COUNT(*) AS n FROM submissions s INDEXED BY submissions_reaudited "
+    "JOIN verdicts v ON v.digest = s.digest AND v.node = s.node "
+    f"WHERE s.reaudit = '{Reaudit.DONE}' AND v.outcome = '{SubmissionState.REFUSED}' AND EXISTS (SELECT 1 "
+    "FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node AND l.sequence > v.sequence) GROUP BY v.reason"
+)
+
+
+def _verdicts(ledger: Ledger) -> list[dict[str, Any]]:
+    """`outcome`, `reason`, `n` of each kind given so far."""
+    of_outcome = "FROM verdicts WHERE outcome = ?"
+    accepted = ledger.view(f"SELECT COUNT(*) AS n {of_outcome}", (SubmissionState.ACCEPTED,))[0]["n"]
+    found = [{"outcome": str(SubmissionState.ACCEPTED), "reason": None, "n": accepted}]
+    for outcome in (SubmissionState.NOT_JUDGED, SubmissionState.REFUSED):
+        rows = ledger.view(f"SELECT reason, COUNT(*) AS n {of_outcome} GROUP BY reason", (outcome,))
+        found += [{"outcome": str(outcome), **row} for row in rows]
+    return found
 
 
 def evaluation(ledger: Ledger) -> dict[str, Any] | None:

@@ -100,6 +100,43 @@ def test_a_verdict_on_a_copy_does_not_touch_the_one_on_the_original(ledger: Ledg
     assert counts == {NODE: (1, 0), OTHER: (0, 1)}
 
 
+def test_a_trace_counts_as_what_the_newest_verdict_on_it_says(ledger: Ledger) -> None:
+    def node() -> tuple[int, int]:
+        row = ledger.view("SELECT accepted, refused FROM nodes WHERE node = ?", (NODE,))[0]
+        return row["accepted"], row["refused"]
+
+    def counted() -> tuple[int, int, dict[str, int]]:
+        found = summary.counts(ledger)
+        return found["accepted"], found["refused"], found["refusals"]
+
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 1, 100)
+    first, second = submit(ledger, 0), submit(ledger, 1)
+    for digest in (first, second):
+        judge(ledger, digest, SubmissionState.ACCEPTED)
+    ledger.add_verdict(NODE, b"x" * 32, SubmissionState.REFUSED, "LEASE_UNKNOWN", False, 20, b"v")
+    assert (node(), counted()) == ((2, 1), (2, 1, {"LEASE_UNKNOWN": 1}))
+    # Accepted unseen, then audited: one is refused, the other accepted once more.
+    assert ledger.quarantine(NODE) == 2
+    assert counted()[0] == 0 and summary.counts(ledger)["traces"]["AUDIT"] == 2
+    for digest, outcome in ((first, SubmissionState.REFUSED), (second, SubmissionState.ACCEPTED)):
+        row = ledger.submission(digest)
+        assert row is not None
+        ledger.finish_audit(row.sequence, b"audit", None)
+        judge(ledger, digest, outcome, audited=True)
+    assert (node(), counted()) == ((1, 2), (1, 2, {"LEASE_UNKNOWN": 1, "MARGIN": 1}))
+    given = {(row["outcome"], row["reason"]): row["n"] for row in summary.counts(ledger)["verdicts"]}
+    assert given == {("ACCEPTED", None): 3, ("REFUSED", "LEASE_UNKNOWN"): 1, ("REFUSED", "MARGIN"): 1}
+    # The re-audit that its node asks for takes the refusal back.
+    row = ledger.submission(first)
+    assert row is not None
+    ledger.ask_reaudit(row.sequence)
+    assert counted() == (1, 2, {"LEASE_UNKNOWN": 1, "MARGIN": 1})
+    ledger.finish_audit(row.sequence, b"audit", None)
+    judge(ledger, first, SubmissionState.ACCEPTED, audited=True)
+    assert (node(), counted()) == ((2, 1), (2, 1, {"LEASE_UNKNOWN": 1}))
+
+
 def test_the_latest_audits_of_a_node_come_newest_first(ledger: Ledger) -> None:
     for number, outcome in enumerate(
         (SubmissionState.ACCEPTED, SubmissionState.REFUSED, SubmissionState.NOT_JUDGED, SubmissionState.ACCEPTED)

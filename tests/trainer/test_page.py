@@ -89,7 +89,7 @@ def fetch(url: str) -> str:
 
 def test_the_api_gives_the_state_of_the_run_as_json(url: str, run: Run) -> None:
     state = json.loads(fetch(url + "api/state"))
-    assert (state["version"], state["accepted"], state["refused"]) == (3, 81, 1)
+    assert (state["version"], state["accepted"], state["refused"]) == (3, 80, 1), "a trace each"
     assert state["refusals"] == {"MARGIN": 1}
     assert state["run"] == run.run.hex()
     (policy,) = state["policies"]
@@ -107,6 +107,8 @@ def test_metrics_are_in_prometheus_form(url: str) -> None:
     text = fetch(url + "metrics")
     assert "rlcommons_policy_version 3.0" in text
     assert 'rlcommons_verdicts_total{outcome="REFUSED",reason="MARGIN"} 1.0' in text
+    assert 'rlcommons_verdicts_total{outcome="ACCEPTED",reason=""} 81.0' in text
+    assert 'rlcommons_traces{state="ACCEPTED"} 80.0' in text and 'rlcommons_traces{state="REFUSED"} 0.0' in text
     assert 'rlcommons_leased_slots{by="length",end="expired",kind="257-512 tokens"} 20.0' in text
     assert 'rlcommons_lag_versions{by="reward",kind="1"} 0.0' in text and "rlcommons_losses 2.0" in text
 
