@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from protocol.errors import UsageError
-from trainer import rates, summary
+from trainer import rates, summary, waits
 from trainer.ledger import Ledger
 from trainer.network import read_network
 from trainer.rundir import Run, open_run
@@ -45,7 +45,7 @@ class State:
 
     def __init__(self, run: Run) -> None:
         self._ledger = Ledger(run.folder.ledger, read_only=True)
-        self._config = run.config
+        self._config, self._folder = run.config, run.folder
         self._lock = threading.Lock()
         self._summary: dict[str, Any] = {}
         self._taken = -self._FRESH_SECONDS
@@ -73,7 +73,7 @@ class State:
         with self._lock:
             if time.monotonic() - self._taken >= self._FRESH_SECONDS:
                 now = summary.summary(self._ledger, self._config, time.time_ns() // 1_000_000)
-                self._summary = {**now, **self._rates_lately()}
+                self._summary = {**waits.of_processes(now, self._folder), **self._rates_lately()}
                 self._taken = time.monotonic()
             return self._summary
 

@@ -33,7 +33,7 @@ from protocol.trace import Trace
 from protocol.verdict import Check, CheckOutcome, Reason
 from trainer.audit_result import AuditResult
 from trainer.calibrating import Calibrator
-from trainer.child import Changes, alone, end_with_parent, now_ms, say
+from trainer.child import Changes, alone, end_with_parent, now_ms, say, say_ready
 from trainer.guard import give_way
 from trainer.ledger import Ledger
 from trainer.ledger_rows import SubmissionRow
@@ -220,6 +220,7 @@ def serve(run: Run, ledger: Ledger, name: str, *, reaudits_only: bool = False) -
     changes = Changes(ledger)
     try:
         auditor.begin()
+        say_ready(run.folder.path, name)
         while True:
             if not auditor.turn():
                 changes.wait(IDLE_SECONDS)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -92,6 +93,36 @@ def last_sign(run: Path, name: str) -> int:
         return _lock(run, name).stat().st_mtime_ns
     except OSError:
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Of a process that is `alone`: when it was started, and when it was ready for work, Unix ms; None: not yet."""
+
+    started_ms: int
+    ready_ms: int | None
+
+
+def note_start(run: Path, name: str) -> None:
+    """Of the supervisor, before it starts a process that will be `alone` there. A full disk costs the note."""
+    with contextlib.suppress(OSError):
+        _lock(run, name).write_text(f"{now_ms()}\n", encoding="ascii")
+        os.utime(_lock(run, name), (0, 0))
+
+
+def say_ready(run: Path, name: str) -> None:
+    """Of that process, once it has loaded what it works with."""
+    with contextlib.suppress(OSError), _lock(run, name).open("a", encoding="ascii") as file:
+        file.write(f"{now_ms()}\n")
+
+
+def life(run: Path, name: str) -> Life | None:
+    """None where nobody noted it."""
+    try:
+        started, *ready = map(int, _lock(run, name).read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return None
+    return Life(started, ready[-1] if ready else None)
 
 
 class Changes:

@@ -31,7 +31,9 @@ is by their own figures, within what the trainer saw of it.
               shares from 0 to 1 (decoding, audited, learned), step_traces, traces_per_second, nodes, slots, auditors
   parts       rollouts_in_flight, nodes, auditors, learner: have, wanted (null: one is all there is),
               most_traces_per_second (null: it bounds none), busy (share of the time, or of what is wanted)
-  bottleneck  "rollouts in flight", "nodes", "auditors" or "learner"
+  bottleneck  "rollouts in flight", "nodes", "auditors" or "learner"; "device" where they take turns on one
+  device      null, or of a run that is served with --placement colocated the share of the time of each that had it:
+              home_engine, learner, nobody. There parts are auditors and learner alone: it needs no nodes
   moved       null, or before, now (parts), before_stage, now_stage (of `rltrainer timeline`) and changed:
               {name of a mean: [before, now]}
 """
@@ -277,6 +279,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from protocol.device_turns import turns
     from trainer import planning
     from trainer.ledger import Ledger
     from trainer.measured import measured
@@ -286,13 +289,16 @@ def _plan(options: argparse.Namespace) -> int:
     stretch = measured(Ledger(run.folder.ledger, read_only=True), run.config)
     if lacking := planning.missing(stretch):
         if options.json:
-            print(json.dumps({"missing": lacking, "measured": None, "parts": None, "bottleneck": None, "moved": None}))
+            rest = dict.fromkeys(("measured", "parts", "bottleneck", "device", "moved"))
+            print(json.dumps({"missing": lacking, **rest}))
         else:
             print("not enough is measured yet for a plan:")
             print(*(f"  {each}" for each in lacking), sep="\n")
         return 6
     means = planning.means(stretch)
     found = (means, planning.plan(means), planning.moved(stretch))
+    if run.folder.turns.is_dir():
+        found = (means, planning.in_turns(found[1], means, turns(run.folder.turns), stretch.traces[0].at_ms), None)
     if options.json:
         print(json.dumps(planning.as_object(*found)))
     else:
@@ -387,10 +393,12 @@ def _status(options: argparse.Namespace) -> int:
     from trainer.rates import told
     from trainer.rundir import open_run
     from trainer.summary import summary
+    from trainer.waits import as_it_stands
 
     run = open_run(options.run)
     ledger = Ledger(run.folder.ledger, read_only=True)
-    found = {**summary(ledger, run.config, time.time_ns() // 1_000_000), **told(ledger, run.config)}
+    now = summary(ledger, run.config, time.time_ns() // 1_000_000)
+    found = {**as_it_stands(now, run.folder), **told(ledger, run.config)}
     if options.json:
         print(json.dumps({**found, "network": read_network(run.folder)}))
         return 0

@@ -41,7 +41,7 @@ from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest
 from protocol.run import RunAddress
-from trainer.child import alone, end_with_parent, say, show_life
+from trainer.child import alone, end_with_parent, say, say_ready, show_life
 from trainer.config import TrainerConfig
 from trainer.home import in_turns
 from trainer.leasing import Leasing
@@ -235,6 +235,7 @@ class Gateway:
             log.info("policy not announced to %s: %s", peer_id(visit.node), error)
 
     async def _tidy(self) -> None:
+        say_ready(self.office.run.folder.path, "gateway")
         while True:
             self._look_at_disk()
             self._renew_manifest()

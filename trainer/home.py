@@ -27,6 +27,7 @@ from trainer.config import TrainerConfig
 from trainer.rundir import Run, RunFolder
 
 NAME: Final = "home engine"
+LIFE: Final = "home engine's process"
 PLACES: Final = ("colocated", "both")  # of placement, those that have a home engine
 FAILURES: Final = 3  # in a row, each soon after its start: then a run that has no other engine ends
 _KEY_SECONDS: Final = 60.0  # for rlnode to take its key
@@ -134,6 +135,22 @@ def _wait(turns: Turns, seconds: float) -> bool:
     return waited
 
 
-def keeps_the_device(found: Look | None) -> bool:
-    """The engine has it although the learner asks."""
-    return found is not None and found.asked and found.who not in ("", LEARNER)
+def turn_of(found: Look | None) -> int | None:
+    """Since when the engine has the device, Unix ms; None: it has not."""
+    return None if found is None or found.who in ("", LEARNER) else found.since_ms
+
+
+def keeps_the_device(found: Look | None, busy: int) -> str:
+    """What the engine that has the device owes: to give it up, or what its `busy` slots draw; "": nothing."""
+    if found is None or turn_of(found) is None:
+        return ""
+    if found.asked:
+        return "keeps the device although the learner asks for it"
+    return f"has the device for {busy} slots and hands nothing in" if busy else ""
+
+
+def has(found: Look | None, leased: int) -> str:
+    """What is stuck with an engine that shows no sign of life, for people."""
+    things = ["the device"] if turn_of(found) is not None else []
+    things += [f"{leased} leased slot{'s' if leased > 1 else ''}"] if leased else []
+    return f", and it has {' and '.join(things)}" if things else ""

@@ -25,7 +25,7 @@ from protocol.errors import LocalError, RLCommonsError
 from protocol.heap import few_heaps
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, Shaping, build, choose, crowding
-from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say
+from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say, say_ready
 from trainer.config import TrainerConfig
 from trainer.evaluate import Evaluation, evaluate
 from trainer.home import learners_turn
@@ -285,6 +285,7 @@ def follow(run: Run, team: Team) -> NoReturn:
 def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:
     """Learn until interrupted. Raises Diverged."""
     learner = Learner(run, ledger, team=team)
+    say_ready(run.folder.path, "learner")
     say("learner", f"goes on from policy {learner.version}")
     changes = Changes(ledger)
     since, told = time.monotonic(), False

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
+from protocol.device_turns import ENGINE, Turn
+
 LEAST_TRACES: Final = 16  # whose nodes told their times, before a mean of them says something
 LEAST_AUDITS: Final = 4
 LEAST_STEPS: Final = 3
@@ -25,6 +27,8 @@ BUSY: Final = 0.7  # a part below this share of what it could do is held up by s
 CHANGED: Final = 0.25  # a mean that differs by this share is named as what moved the bottleneck
 
 ROLLOUTS, NODES, AUDITORS, LEARNER = "rollouts in flight", "nodes", "auditors", "learner"
+DEVICE: Final = "device"  # that the home engine and the learner take turns on
+NOBODY: Final = "nobody"
 # The stage of a rollout's way (chain.py) that is long for want of each.
 STAGES: Final = {ROLLOUTS: "tool wait", NODES: "decode", AUDITORS: "verify", LEARNER: "train"}
 
@@ -190,7 +194,8 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Plan:
     parts: tuple[Part, ...]  # rollouts in flight, nodes, auditors, learner
-    bottleneck: str  # name of a part
+    bottleneck: str  # name of a part, or DEVICE
+    device: tuple[tuple[str, float], ...] | None = None  # the share of the time of who takes turns on it; None: nobody
 
     def part(self, name: str) -> Part:
         return next(each for each in self.parts if each.name == name)
@@ -226,6 +231,29 @@ def _bottleneck(parts: tuple[Part, ...]) -> str:
     if tightest.busy < BUSY and rollouts.wanted is not None and rollouts.have < rollouts.wanted:
         return rollouts.name
     return tightest.name
+
+
+def in_turns(made: Plan, of: Means, taken: Sequence[Turn], since_ms: int) -> Plan:
+    """The plan of a run whose own engine draws between the learner's steps: who draws and who learns share what there
+    is, no node is needed, and more in flight would not be drawn sooner. `since_ms`: from when turns count, Unix ms."""
+    device = _shares(taken, since_ms)
+    auditors, learner = made.part(AUDITORS), made.part(LEARNER)
+    enough = auditors_for(of.traces_per_second, of.audited_share, of.audit_seconds)
+    learns = dict(device).get(LEARNER, 0.0)
+    return Plan((replace(auditors, wanted=enough), replace(learner, busy=learns)), DEVICE, device)
+
+
+def _shares(taken: Sequence[Turn], since_ms: int) -> tuple[tuple[str, float], ...]:
+    """() where nobody had a turn since then."""
+    lately = [turn for turn in taken if turn.to_ms > since_ms]
+    if not lately:
+        return ()
+    begin, had = max(since_ms, lately[0].from_ms), dict.fromkeys((ENGINE, LEARNER), 0)
+    for turn in lately:
+        had[turn.who] = had.get(turn.who, 0) + turn.to_ms - max(begin, turn.from_ms)
+    whole = max(1, lately[-1].to_ms - begin)
+    rest = max(0, whole - sum(had.values()))
+    return tuple((who, ms / whole) for who, ms in {**had, NOBODY: rest}.items())
 
 
 # --- drift ---
@@ -295,7 +323,10 @@ def as_table(of: Means, made: Plan, drift: Moved | None) -> list[str]:
         most = "" if math.isinf(part.most) else f"{part.most:,.2f}"
         mark = "  ← bottleneck" if part.name == made.bottleneck else ""
         lines.append(f"{part.name:20}{part.have:>8,}{wanted:>8}{most:>16}{part.busy:>7.0%}{mark}")
-    if of.decoding_share * MOST_A_SLOT < 1:
+    if made.device is not None:
+        told = ", ".join(f"{who} {share:.0%}" for who, share in made.device) or "nobody had a turn lately"
+        lines += ["", f"device    in turns: {told} of the time  ← bottleneck; no nodes are needed"]
+    elif of.decoding_share * MOST_A_SLOT < 1:
         lines += [
             "",
             f"nodes keep at most {MOST_A_SLOT} rollouts a slot in flight: only faster environments fill the slots",
@@ -324,4 +355,6 @@ def as_object(of: Means, made: Plan, drift: Moved | None) -> dict[str, Any]:
         stages = {"before_stage": STAGES[drift.before], "now_stage": STAGES[drift.now]}
         shift = {"before": drift.before, "now": drift.now, **stages, "changed": changed}
     measured = {**asdict(of), "decoding_share": of.decoding_share}
-    return {"missing": [], "measured": measured, "parts": parts, "bottleneck": made.bottleneck, "moved": shift}
+    device = None if made.device is None else {who.replace(" ", "_"): share for who, share in made.device}
+    told = {"missing": [], "measured": measured, "parts": parts, "bottleneck": made.bottleneck}
+    return {**told, "device": device, "moved": shift}

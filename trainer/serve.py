@@ -28,7 +28,7 @@ from typing import IO, Any, Final
 from protocol.device_turns import look
 from protocol.errors import StorageError, UsageError
 from trainer import home
-from trainer.child import DIVERGED, last_sign, now_ms
+from trainer.child import DIVERGED, last_sign, life, note_start, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
@@ -38,6 +38,7 @@ from trainer.place import locked
 from trainer.rundir import Run, load_run_identity, load_secrets, open_run, short_of_room
 from trainer.stall import AUDITORS, MOST_RESTARTS, RUN, Seen, Watch
 from trainer.summary import summary
+from trainer.waits import of_processes
 
 STOP_SECONDS: Final = 4.0  # children get so long to end before they are killed
 RESTART_SECONDS: Final = (0.2, 1.0, 3.0, 10.0, 30.0)  # before the first, second, … restart in a row
@@ -46,7 +47,7 @@ LOOK_SECONDS: Final = 0.1
 READ_SECONDS: Final = 1.0  # for the last words of a process that ended; a child of its own may hold its end open
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
-START_SECONDS: Final = 120.0  # the gateway must listen within this, or something is wrong
+QUIET_SECONDS: Final = 15.0  # a gateway that gave no sign for so long hears nobody's
 FAILED: Final = 3  # the exit code of a run whose engine this machine cannot run
 STALLED: Final = 4  # of one that does not move
 CAUSE_CHARACTERS: Final = 300  # of why an auditor ended, beside the trace it was at work on
@@ -63,6 +64,7 @@ class Child:
     guard: Guard | None = None  # of an auditor
     reaudits: str = ""  # the auditor whose refusals this one audits again: it runs while some wait
     program: str = sys.executable
+    says_ready: bool = False  # in its lock (child.py)
     address: Path | None = None  # of the home engine: its last argument, and it runs once that is there
     given: str = ""  # the address it was started with
     failures_end: int = 0  # so many in a row end the run, which can do nothing without it; 0: never
@@ -81,11 +83,11 @@ def children_of(run: Run, wandb: str = "", placement: str = "disaggregated", rln
     in_turns = placement == "colocated"
     path = str(run.folder.path)
 
-    def child(name: str, module: str, *more: str) -> Child:
-        return Child(name, ("-m", module, path, *more), run.folder.logs / f"{name}.log")
+    def child(name: str, module: str, *more: str, says_ready: bool = False) -> Child:
+        return Child(name, ("-m", module, path, *more), run.folder.logs / f"{name}.log", says_ready=says_ready)
 
     def auditor(name: str, *more: str) -> Child:
-        made = child(name, "trainer.audit", "--name", name, *more)
+        made = child(name, "trainer.audit", "--name", name, *more, says_ready=True)
         made.guard = Guard(run.config)
         return made
 
@@ -101,10 +103,10 @@ def children_of(run: Run, wandb: str = "", placement: str = "disaggregated", rln
         engine.address, engine.failures_end = run.folder.near_address, home.FAILURES if in_turns else 0
         at_home.append(engine)
     return [
-        child("gateway", "trainer.gateway", *(("--in-turns",) if in_turns else ())),
+        child("gateway", "trainer.gateway", *(("--in-turns",) if in_turns else ()), says_ready=True),
         *at_home,
         *auditors,
-        child("learner", "trainer.learner" if run.config.learners == 1 else "trainer.learners"),
+        child("learner", "trainer.learner" if run.config.learners == 1 else "trainer.learners", says_ready=True),
         child("records", "trainer.records", *(("--wandb", wandb) if wandb else ())),
         child("page", "trainer.api"),
     ]
@@ -152,6 +154,8 @@ class Supervisor:
     def _start(self, child: Child, now: float) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         child.given = _text(child.address)
+        if child.says_ready:
+            note_start(self._run.folder.path, child.name)
         child.process = subprocess.Popen(
             [child.program, *child.arguments, *([child.given] if child.given else [])],
             stdin=subprocess.PIPE,
@@ -205,10 +209,13 @@ class Supervisor:
         with contextlib.suppress(StorageError):  # its next start does it
             self._ledger.release_claims(auditor, died_of=died_of)
 
-    def process_of(self, name: str) -> int | None:
-        """The process id of a child that runs."""
-        child = next((each for each in self._children if each.name == name), None)
-        return None if child is None or child.process is None else child.process.pid
+    def processes_of(self, part: str) -> dict[str, int]:
+        """The children of a part that run: name → process id."""
+        return {
+            each.name: each.process.pid
+            for each in self._children
+            if each.name.startswith(part) and each.process is not None
+        }
 
     def restart(self, part: str, cause: str) -> None:
         """End the children of a part, which are then started again. They are not asked: they do nothing."""
@@ -349,7 +356,7 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
             screen.say(kind, text)
         if time.monotonic() - shown >= screen.seconds:
             shown = time.monotonic()
-            found_now = summary(looking, run.config, now_ms())
+            found_now = of_processes(summary(looking, run.config, now_ms()), run.folder)
             screen.show(found_now)
             if room.changed():
                 screen.say("disk", room.told)
@@ -411,7 +418,8 @@ class _Stalls:
         self._looking = looking
         self._supervisor = supervisor
         self._watch = Watch(run.config.stall_seconds)
-        self._gateway: tuple[int | None, float] = (None, 0.0)  # process, first seen when
+        self._ready: dict[str, tuple[int, float]] = {}  # child → its process, first seen ready when
+        self._first: tuple[int | None, int] = (None, 0)  # the home engine's process; its node's last sign before that
 
     def look(self, found: dict[str, Any]) -> bool:
         """Whether the run ends for it."""
@@ -427,7 +435,7 @@ class _Stalls:
                 self._supervisor.say("stall", f"{told}; the run ends, see {self._run.folder.logs}")
                 return True
             else:
-                part = home.NAME if stuck.part == home.NAME else stuck.part.split()[0]
+                part = home.NAME if stuck.part.startswith(home.NAME) else stuck.part.split()[0]
                 self._supervisor.restart(part, stuck.cause)
         return False
 
@@ -438,26 +446,53 @@ class _Stalls:
         waits = {each["part"]: each["what"] for each in found["waits"]}
         verdict = self._looking.last_verdict()
         of_gateway = (owed.received, owed.audited, owed.unsigned)
-        sign = last_sign(folder.path, "gateway")
-        yield Seen("gateway loop", self._life(sign), sign)
-        works = waits["gateway"] if any(of_gateway) and sign else ""
-        yield Seen("gateway", works, (*of_gateway, verdict, owed.audits))
+        sign, ready = last_sign(folder.path, "gateway"), self._since_ready("gateway")
+        loops = "its event loop shows no sign of life" if self._supervisor.processes_of("gateway") else ""
+        yield Seen("gateway loop", loops, sign, ready)
+        works = waits["gateway"] if any(of_gateway) else ""
+        yield Seen("gateway", works, (*of_gateway, verdict, owed.audits), ready)
         untaken = owed.audits > 0 and not self._looking.claims()
-        yield Seen(AUDITORS, waits.get("auditors", "") if untaken else "", (untaken, owed.audits, verdict))
+        owes = waits.get("auditors", "") if untaken else ""
+        yield Seen(AUDITORS, owes, (untaken, owed.audits, verdict), self._since_ready(AUDITORS))
         learns = waits["learner"] if found["informative"] >= self._run.config.groups_per_step else ""
-        keeps = "keeps the device although the learner asks for it" if home.keeps_the_device(look(folder.turns)) else ""
-        yield Seen(home.NAME, keeps, self._looking.last_times()[0])
+        yield from self._home_engine(sign)
         dropped = found["groups"].get(GroupState.DROPPED, 0)
-        yield Seen("learner", "" if _is_done(self._run.config, found) else learns, (version, dropped))
-        yield Seen(RUN, "nothing was handed in, judged or learned", (*self._looking.last_times(), owed.audits))
+        learner = self._since_ready("learner")
+        yield Seen("learner", "" if _is_done(self._run.config, found) else learns, (version, dropped), learner)
+        whole = None if ready is None or learner is None else max(ready, learner)
+        yield Seen(RUN, "nothing was handed in, judged or learned", (*self._looking.last_times(), owed.audits), whole)
 
-    def _life(self, sign: int) -> str:
-        """What a gateway owes besides its work; "" while it starts, or is started again."""
-        process, now = self._supervisor.process_of("gateway"), time.monotonic()
-        if process != self._gateway[0]:
-            self._gateway = (process, now)
-        starts = sign == 0 and now - self._gateway[1] < START_SECONDS
-        return "" if process is None or starts else "its event loop shows no sign of life"
+    def _since_ready(self, part: str) -> float | None:
+        """Since when a process of the part is ready; None while it starts, or is started again."""
+        now, found = time.monotonic(), []
+        for name, process in self._supervisor.processes_of(part).items():
+            told = life(self._run.folder.path, name)
+            if told is None or told.ready_ms is not None:
+                found.append(self._noted(name, process, now))
+        return min(found, default=None)
+
+    def _noted(self, name: str, process: int, now: float) -> float:
+        if self._ready.get(name, (0, 0.0))[0] != process:
+            self._ready[name] = (process, now)
+        return self._ready[name][1]
+
+    def _home_engine(self, gateway: int) -> Iterator[Seen]:
+        """`gateway`: its last sign. Nobody hears a node while it gives none."""
+        turn = look(self._run.folder.turns)
+        node = self._looking.home()
+        rows = self._looking.view("SELECT last_seen_ms, slots_busy FROM nodes WHERE node = ?", (node,))
+        sign, busy = (rows[0]["last_seen_ms"], rows[0]["slots_busy"]) if rows else (0, 0)
+        yield Seen(home.NAME, home.keeps_the_device(turn, busy), self._looking.last_times()[0])
+        process = self._supervisor.processes_of(home.NAME).get(home.NAME)
+        if process is None or now_ms() - gateway // 1_000_000 > 1000 * QUIET_SECONDS:
+            yield Seen(home.LIFE, "", sign)
+            return
+        if process != self._first[0]:
+            self._first = (process, sign)
+        ready = None if sign == self._first[1] else self._noted(home.NAME, process, time.monotonic())
+        held = {} if node is None else self._looking.held_slots(now_ms())
+        has = home.has(turn, held[node][0] if node in held else 0)
+        yield Seen(home.LIFE, f"nothing came from it{has}", (sign, home.turn_of(turn)), ready)
 
 
 def _all_waits(found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ not help the run ends. When nothing moves and no part is to blame: then that is 
     gateway    traces to check, audits to make verdicts, policies to sign; and its sign of life, every second
     auditors   traces to audit that none of them takes up (one that takes too long: guard.py)
     learner    groups enough for a step
+    home engine   its sign of life, every ten seconds; and, with the device, what it draws
 
 Pure: the supervisor describes what it sees and acts on the answer. Time is the steady clock's: the system's may jump.
 Not here: who is ended and how (serve.py), what people are shown all along (waits.py).
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST_RESTARTS: Final = 2  # of a part that does not move, before the run ends
+STARTING_SECONDS: Final = 900.0  # for a part to load what it works with: a large policy, an engine that compiles
 FORGIVEN_SECONDS: Final = 120.0  # a part that still moves so long after a restart (or twice the limit) was helped by it
 AUDITORS: Final = "auditor"  # all of them: their names begin so
 RUN: Final = "run"  # all parts together
@@ -23,11 +25,13 @@ RUN: Final = "run"  # all parts together
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """`owes`: whether the part has work; `mark`: anything that changes when it does some."""
+    """`owes`: whether the part has work; `mark`: anything that changes when it does some. `ready`: since when it could,
+    on the clock of Watch.look; None while it starts."""
 
     part: str
     owes: str  # "": nothing
     mark: Hashable
+    ready: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,20 @@ class Watch:
         if not seen.owes:
             self._marks[seen.part] = (seen.mark, now)
             return None
-        if now - since < self._seconds:
+        cause = self._overdue(seen, since, now)
+        if not cause:
             return None
         tries, _ = self._restarts.get(seen.part, (0, now))
         self._restarts[seen.part] = (tries + 1, now)
         self._marks[seen.part] = (seen.mark, now)
-        cause = f"no progress for {self._seconds:g} s (stall_seconds): {seen.owes}"
         return Stuck(seen.part, cause, hopeless=tries >= MOST_RESTARTS)
+
+    def _overdue(self, seen: Seen, since: float, now: float) -> str:
+        """Why a part that stands still since then is stuck; "": not yet. What it needs to start is not held against
+        it, but one that starts again and again is not waited for without end."""
+        waited, most = now - since, self._seconds + STARTING_SECONDS
+        if seen.ready is None:
+            return f"it is not ready for work after {most:g} s: {seen.owes}" if waited >= most else ""
+        if now - max(since, seen.ready) >= self._seconds or waited >= most:
+            return f"no progress for {self._seconds:g} s (stall_seconds): {seen.owes}"
+        return ""

@@ -118,16 +118,20 @@ def notes(run: Run, found: dict[str, Any]) -> list[Text]:
     """Lines below the view, of a summary with rates.told. To be printed with `soft_wrap=True`: an address must stay
     one line to be copied."""
     lines = []
-    if run.folder.address.exists():
+    served = found.get("served", True)
+    if not served:
+        told = f"nothing of this run is at work: `rltrainer serve {run.folder.path}` goes on with it"
+        lines.append(Text(f"not served  {told}", style="bold"))
+    if served and run.folder.address.exists():
         lines.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim"))
-    if run.folder.page.exists():
+    if served and run.folder.page.exists():
         lines.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
     for pair in found["pairs"]:
         about = "calibrated" if pair["note"] is None else f"new, audited in full: {pair['note']}"
         lines.append(Text(f"engines  {pair['pair']}: {about}", style="dim"))
     if found["policies"]:
         lines.append(Text(f"policy  {policy_line(found['policies'])}", style="dim"))
-    network = read_network(run.folder)
+    network = read_network(run.folder) if served else None
     if network is not None:
         lines.append(Text(f"network  {network_line(network)}", style="dim"))
     if leases := rates.line(found["rates"]):

@@ -1,6 +1,6 @@
 """What the learner, the auditors, the gateway and each node do or wait for, and since when, for people.
 
-Read from the ledger, so that it holds whether the run is served or not. Not here: what becomes of a part that does
+Read from the ledger, and from the parts' locks whether they run. Not here: what becomes of a part that does
 nothing although it has work (stall.py).
 """
 
@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from protocol.device_turns import LEARNER, look
+from trainer.child import life
 from trainer.config import TrainerConfig
 from trainer.home import as_dispatched
 from trainer.ledger import Ledger
 from trainer.ledger_care import Claim, Owed
 from trainer.pacing import queue_of, standing, why_begin_nothing
+from trainer.place import holder
 from trainer.rundir import RunFolder, short_of_room
 
 
@@ -101,6 +103,29 @@ def _leases(ledger: Ledger, config: TrainerConfig, now_ms: int) -> Wait:
         )
         return Wait("leases", held, since[0]["since"])
     return Wait("leases", f"as nodes ask: {standing(queue_of(consumption, drawing), config)}", None)
+
+
+def as_it_stands(found: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+    """A summary with what the ledger does not tell: `served`, whether anything runs at all, and of_processes."""
+    if holder(folder) is not None:
+        return {**of_processes(found, folder), "served": True}
+    waiting = [{**each, "what": "is not served", "since_ms": None} for each in found["waits"]]
+    nodes = [{**each, "connected": 0, **_doing("is away", each["last_seen_ms"])} for each in found["nodes"]]
+    return {**found, "served": False, "waits": waiting, "nodes": nodes}
+
+
+def of_processes(found: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+    """A summary of a run that is served: which parts start still, and no time from before a part's process did."""
+    return {**found, "waits": [_of_process(each, folder) for each in found["waits"]]}
+
+
+def _of_process(row: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+    found = life(folder.path, "auditor-0" if row["part"] == "auditors" else row["part"])
+    if found is None:
+        return row
+    if found.ready_ms is None:
+        return {**row, "what": "is starting", "since_ms": found.started_ms}
+    return row if row["since_ms"] is None else {**row, "since_ms": max(row["since_ms"], found.ready_ms)}
 
 
 def of_node(node: dict[str, Any], latest: int | None, held: tuple[int, int] | None) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from protocol.device_turns import ENGINE, Turns, turns
+from protocol.device_turns import ENGINE, Look, Turns, turns
 from protocol.diagnosis import Level
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity, load_identity, peer_id
 from protocol.run import EnvironmentShare
 from trainer import home, serve
+from trainer.child import show_life
 from trainer.config import TrainerConfig, load_config, write_config
 from trainer.doctor import examine
 from trainer.init import init_run
@@ -28,7 +31,7 @@ from trainer.ledger_rows import SubmissionState
 from trainer.naming import name_nodes, nodes_of
 from trainer.pacing import Consumption, why_begin_nothing
 from trainer.rundir import Run, open_run
-from trainer.stall import Seen
+from trainer.stall import MOST_RESTARTS, Seen
 from trainer.summary import summary
 from trainer.view import render
 
@@ -350,6 +353,78 @@ def test_an_engine_that_keeps_the_device_is_named_and_started_again(run: Run, le
     assert seen[home.NAME].owes == ""
     learner.close()
     engine.close()
+
+
+def test_an_engine_from_which_nothing_comes_is_started_again_and_at_last_ends_the_run(
+    run: Run, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, with the device: the learner asks for nothing until what is leased is drawn."""
+    monkeypatch.setattr(serve, "RESTART_SECONDS", (0.0,))
+    run = replace(run, config=replace(run.config, stall_seconds=0.3))
+    for folder in (run.folder.turns, run.folder.logs):
+        folder.mkdir(exist_ok=True)
+    run.folder.near_address.write_text("here\n")
+    (run.folder.path / "gateway.lock").touch()
+    ledger.name_nodes(home=AT_HOME.node, always=frozenset(), anew=frozenset())
+    waiting = stand_in(tmp_path / "bin", "import sys; sys.stdin.read()")
+    (engine,) = (each for each in serve.children_of(run, placement="colocated", rlnode=str(waiting)) if each.address)
+    supervisor = serve.Supervisor(run, ledger, [engine])
+    stalls = serve._Stalls(run, ledger, supervisor)
+    device = Turns(run.folder.turns, ENGINE)
+    device.take()
+
+    def ends() -> bool:
+        show_life(run.folder.path, "gateway")
+        supervisor.look()
+        return stalls.look(summary(ledger, run.config, 1))
+
+    try:
+        hung: set[int] = set()
+        deadline = time.monotonic() + 60
+        while not ends():
+            assert time.monotonic() < deadline
+            if engine.process is not None and engine.process.pid not in hung:
+                ends()  # as long as it was not heard of, it starts
+                ledger.see_node(AT_HOME.node, len(hung) + 1, "rlcommons", "transformers")
+                os.kill(engine.process.pid, signal.SIGSTOP)
+                hung.add(engine.process.pid)
+    finally:
+        device.close()
+        supervisor.stop()
+    cause = "no progress for 0.3 s (stall_seconds): nothing came from it, and it has the device"
+    said = [text for text in supervisor.news if text.startswith(f"the home engine was ended: {cause}; started again")]
+    assert len(said) == MOST_RESTARTS and len(hung) == MOST_RESTARTS + 1
+    last = (
+        f"home engine's process was started again {MOST_RESTARTS} times and still does nothing: {cause}; the run ends"
+    )
+    assert supervisor.news[-1].startswith(last)
+
+
+def test_an_engine_is_not_blamed_for_a_gateway_that_hears_nobody(run: Run, ledger: Ledger, tmp_path: Path) -> None:
+    run.folder.logs.mkdir(exist_ok=True)
+    run.folder.near_address.write_text("here\n")
+    lock = run.folder.path / "gateway.lock"
+    lock.touch()
+    waiting = stand_in(tmp_path / "bin", "import sys; sys.stdin.read()")
+    (engine,) = (each for each in serve.children_of(run, placement="both", rlnode=str(waiting)) if each.address)
+    supervisor = serve.Supervisor(run, ledger, [engine])
+    stalls = serve._Stalls(run, ledger, supervisor)
+
+    def owes() -> str:
+        return next(each.owes for each in stalls._parts(summary(ledger, run.config, 1)) if each.part == home.LIFE)
+
+    try:
+        supervisor.look()
+        assert owes() == "nothing came from it"
+        os.utime(lock, (1, 1))
+        assert owes() == ""
+    finally:
+        supervisor.stop()
+
+
+def test_an_engine_that_is_heard_of_and_draws_nothing_in_its_turn_is_named() -> None:
+    assert home.keeps_the_device(Look(ENGINE, 5, False), 8) == "has the device for 8 slots and hands nothing in"
+    assert home.keeps_the_device(Look(ENGINE, 5, False), 0) == home.keeps_the_device(Look("learner", 5, True), 8) == ""
 
 
 def test_the_environment_of_the_suite_has_rlnode() -> None:

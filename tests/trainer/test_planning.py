@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from protocol.device_turns import ENGINE, Turn
 from tests.trainer.fabricate import NOW, Gateway, make_run, one_thread
 from trainer import planning
 from trainer.cli import main
@@ -49,6 +50,23 @@ def joined(first: Stretch, then: Stretch) -> Stretch:
         audits=first.audits + then.audits,
         steps=first.steps + then.steps,
     )
+
+
+# --- in turns ---
+
+
+def test_where_one_device_is_taken_in_turns_its_shares_are_told_and_no_nodes_advised() -> None:
+    taken = [Turn(ENGINE, 0, 4_000), Turn(ENGINE, 9_000, 16_000), Turn("learner", 16_000, 19_000)]
+    made = planning.in_turns(planning.plan(WORKED), WORKED, [*taken, Turn(ENGINE, 20_000, 30_000)], 10_000)
+    assert made.device == ((ENGINE, 0.8), ("learner", 0.15), ("nobody", 0.05)) and made.bottleneck == "device"
+    assert [part.name for part in made.parts] == [AUDITORS, LEARNER] and made.part(LEARNER).busy == 0.15
+    lines = planning.as_table(WORKED, made, None)
+    told = "device    in turns: home engine 80%, learner 15%, nobody 5% of the time  ← bottleneck; no nodes are needed"
+    assert told in lines and not any(line.startswith((NODES, ROLLOUTS)) for line in lines)
+    found = planning.as_object(WORKED, made, None)
+    assert found["device"] == {"home_engine": 0.8, "learner": 0.15, "nobody": 0.05}
+    assert "nodes" not in found["parts"]
+    assert planning.in_turns(planning.plan(WORKED), WORKED, taken, 10**9).device == ()
 
 
 # --- the rules ---

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
 from protocol.identity import Identity
 from tests.trainer.fabricate import NOW, Gateway, make_run, one_thread
+from trainer import rates
+from trainer.child import life, note_start, say_ready
 from trainer.leasing import Leasing
 from trainer.ledger import Ledger
+from trainer.place import locked
 from trainer.rundir import Run
 from trainer.serve import _Room
-from trainer.stall import MOST_RESTARTS, Seen, Stuck, Watch
+from trainer.stall import MOST_RESTARTS, STARTING_SECONDS, Seen, Stuck, Watch
 from trainer.summary import summary
-from trainer.waits import lasted, waits
+from trainer.view import notes
+from trainer.waits import as_it_stands, lasted, waits
 
 # --- what is seen ---
 
@@ -54,6 +60,26 @@ def test_a_part_that_moves_only_because_it_was_started_again_is_given_up_too() -
         assert watch.look(Seen("gateway", "its sign of life", number), 20 * number) is None
         stuck = watch.look(Seen("gateway", "its sign of life", number), 20 * number + 11)
         assert stuck is not None and stuck.hopeless == (number == MOST_RESTARTS)
+
+
+def test_what_a_part_needs_to_start_is_not_held_against_it() -> None:
+    watch = Watch(10.0)
+    assert watch.look(Seen("learner", "makes policy 4", 3, None), 0) is None
+    assert watch.look(Seen("learner", "makes policy 4", 3, None), STARTING_SECONDS) is None
+    ready = STARTING_SECONDS - 5
+    other = Watch(10.0)
+    assert other.look(Seen("learner", "makes policy 4", 3, None), 0) is None
+    assert other.look(Seen("learner", "makes policy 4", 3, ready), ready + 9) is None
+    stuck = other.look(Seen("learner", "makes policy 4", 3, ready), ready + 10)
+    assert stuck is not None and stuck.cause == "no progress for 10 s (stall_seconds): makes policy 4"
+
+
+def test_a_part_that_never_is_ready_or_again_and_again_is_not_waited_for_without_end() -> None:
+    for ready in (None, STARTING_SECONDS + 9.0):
+        watch = Watch(10.0)
+        assert watch.look(Seen("learner", "is starting", 3, ready), 0) is None
+        stuck = watch.look(Seen("learner", "is starting", 3, ready), STARTING_SECONDS + 10)
+        assert stuck is not None and stuck.part == "learner"
 
 
 # --- what people are told ---
@@ -159,3 +185,36 @@ def test_why_a_node_gets_no_lease_is_kept_with_the_time_since_when(made: tuple[R
 )
 def test_how_long_something_lasts_is_told_in_whole_numbers(seconds: int, text: str) -> None:
     assert lasted(NOW, NOW + 1000 * seconds) == text and lasted(None, NOW) == ""
+
+
+# --- what of it runs ---
+
+
+def test_a_run_that_nobody_serves_says_so_and_a_part_says_that_it_starts(made: tuple[Run, Ledger]) -> None:
+    run, ledger = made
+    node = Identity.generate()
+    ledger.see_node(node.node, NOW, "rlcommons", "engine")
+
+    def found() -> dict[str, Any]:
+        return {**as_it_stands(summary(ledger, run.config, NOW), run.folder), **rates.told(ledger, run.config)}
+
+    def learner() -> tuple[str, int | None]:
+        return next((row["what"], row["since_ms"]) for row in found()["waits"] if row["part"] == "learner")
+
+    run.folder.address.write_text("of the gateway that was killed\n")
+    unserved = found()
+    assert not unserved["served"] and {row["what"] for row in unserved["waits"]} == {"is not served"}
+    assert not any(row["connected"] for row in unserved["nodes"])
+    first, *others = (text.plain for text in notes(run, unserved))
+    assert first.startswith("not served  ") and first.endswith(f"`rltrainer serve {run.folder.path}` goes on with it")
+    assert not any(text.startswith("join") for text in others)
+    with locked(run):
+        begun = time.time_ns() // 1_000_000
+        note_start(run.folder.path, "learner")
+        what, since = learner()
+        assert what == "is starting" and since is not None and since >= begun
+        say_ready(run.folder.path, "learner")
+        ready = life(run.folder.path, "learner")
+        assert ready is not None and ready.ready_ms is not None
+        assert learner()[1] == ready.ready_ms, "no time from before its process"
+        assert found()["served"] and notes(run, found())[0].plain.startswith("join")
