@@ -23,8 +23,8 @@ class SettledSlot:
     """A slot of a group that is over: TAKEN, or DROPPED. Each of its `leased` times ended one way: without an answer
     (`expired`, `returned`), `refused`, accepted (`completed`, at most once), or none of these by the time the group
     was given up. `tokens` and `reward` are of the accepted trace, None without one: the same seed gives the same
-    trace, so they are those of its earlier attempts too. `lag`: versions from the policy that drew it to the one that
-    learned from it, None where none did."""
+    trace, so they are those of its earlier attempts too. `answered`: some trace came for it. `lag`: versions from
+    the policy that drew it to the one that learned from it, None where none did."""
 
     environment: str
     leased: int
@@ -32,6 +32,7 @@ class SettledSlot:
     returned: int
     refused: int
     completed: int
+    answered: bool
     tokens: int | None
     reward: float | None
     used: bool
@@ -102,7 +103,8 @@ class UseOfLedger:
         rows = self._db.execute(
             "SELECT g.environment, s.attempts, s.expired, s.returned, (SELECT COUNT(*) FROM submissions r "
             "INDEXED BY submissions_by_group WHERE r.group_id = g.group_id AND r.slot = s.slot AND r.state = ?), "
-            "a.tokens, a.reward, g.state = ?, g.state = ? AND g.cause LIKE ?, g.batch - 1 - g.policy_version "
+            "a.tokens, a.reward, g.state = ?, g.state = ? AND g.cause LIKE ?, g.batch - 1 - g.policy_version, "
+            "s.digest IS NOT NULL "
             f"FROM (SELECT * FROM ({of_state} UNION ALL {of_state}) ORDER BY created_ms DESC LIMIT ?) g "
             "CROSS JOIN slots s ON s.group_id = g.group_id "
             "LEFT JOIN submissions a INDEXED BY submissions_by_group "
@@ -120,6 +122,7 @@ class UseOfLedger:
                 returned=row[3],
                 refused=row[4],
                 completed=int(row[5] is not None),
+                answered=bool(row[10]),
                 tokens=row[5],
                 reward=row[6],
                 used=bool(row[7]) and row[5] is not None,

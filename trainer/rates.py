@@ -22,7 +22,9 @@ LEAST: Final = 40  # leases of a kind before anything is concluded of it
 CLEARLY: Final = 0.1  # of the leases of one kind that must come to nothing beyond those of the others
 DEVIATIONS: Final = 4.0  # of such a difference by chance; a dozen kinds are looked at for weeks
 NEVER_SHARE: Final = 0.02  # of all slots, that ran past two deadlines and were never drawn
-UNKNOWN: Final = "never drawn"
+# Of slots without an accepted trace. What a refused one says of its length and reward may be a lie.
+REFUSED, UNJUDGED, NEVER = "only refused", "never judged", "never drawn"
+UNKNOWN: Final = (REFUSED, UNJUDGED, NEVER)
 LENGTH, REWARD, ENVIRONMENT = "length", "reward", "environment"
 
 
@@ -102,16 +104,22 @@ def _rate(by: str, kind: str, slots: Sequence[SettledSlot]) -> Rate:
 def _length(slot: SettledSlot) -> tuple[float, str]:
     """Doubling: up to 16 tokens, 17 to 32, 33 to 64, and so on."""
     if slot.tokens is None:
-        return math.inf, UNKNOWN
+        return math.inf, _unknown(slot)
     power = max(4, (slot.tokens - 1).bit_length())
     return power, f"{0 if power == 4 else 2 ** (power - 1) + 1}-{2**power} tokens"
+
+
+def _unknown(slot: SettledSlot) -> str:
+    if slot.refused:
+        return REFUSED
+    return UNJUDGED if slot.answered else NEVER
 
 
 def _reward(slot: SettledSlot) -> tuple[float, str]:
     """Quarters of what most environments give, 0 to 1, with 0 and 1 on their own."""
     reward = slot.reward
     if reward is None:
-        return math.inf, UNKNOWN
+        return math.inf, _unknown(slot)
     if reward < 0 or reward > 1:
         return (-1, "below 0") if reward < 0 else (5, "above 1")
     if reward in (0, 1):
@@ -127,7 +135,7 @@ def losses(found: Sequence[Rate], slots: Sequence[SettledSlot], config: TrainerC
     """Kinds of which clearly fewer leases end in a batch than of the others."""
     lost = []
     for by in (LENGTH, REWARD, ENVIRONMENT):
-        of_kind = [each for each in found if each.by == by and each.kind != UNKNOWN]
+        of_kind = [each for each in found if each.by == by and each.kind not in UNKNOWN]
         for place, each in enumerate(of_kind):
             others = [*of_kind[:place], *of_kind[place + 1 :]]
             if _clearly_fewer(each, others):
@@ -165,7 +173,7 @@ def _figures(each: Rate, others: Sequence[Rate]) -> str:
 
 
 def _never_drawn(slots: Sequence[SettledSlot], config: TrainerConfig) -> list[str]:
-    never = sum(slot.expired >= 2 and not slot.completed for slot in slots)
+    never = sum(slot.expired >= 2 and not slot.answered for slot in slots)
     if len(slots) < LEAST or never < NEVER_SHARE * len(slots):
         return []
     # Two nodes are not away for the same seed by chance: it is the trace that takes so long.

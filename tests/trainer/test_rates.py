@@ -70,6 +70,21 @@ def test_what_was_too_old_or_given_up_is_told_apart_from_what_was_used(story: St
     )
 
 
+def test_what_was_drawn_and_refused_or_not_judged_is_not_told_as_never_drawn(story: Story) -> None:
+    group = story.group()
+    first = story.lease(group, 0, 1)
+    story.answer(group, first, 0, 100, 1.0, state=SubmissionState.REFUSED)
+    story.answer(group, first, 1, 100, 1.0, state=SubmissionState.NOT_JUDGED)
+    story.lease(group, 0, node=OTHER)
+    other = story.group()
+    story.lease(other, 0)
+    for each in (group, other):
+        story.ledger.drop_group(each, "given up")
+    for by in ("length", "reward"):
+        found = {kind: (row["leased"], row["refused"], row["unanswered"]) for kind, row in rows(story, by).items()}
+        assert found == {"never drawn": (1, 0, 1), "never judged": (1, 0, 1), "only refused": (2, 1, 1)}
+
+
 def test_long_traces_that_run_out_are_said_to_be_lost_and_successful_ones_with_them(story: Story) -> None:
     story.learn(story.spread(40))
     losses = told(story.ledger, CONFIG)["losses"]
