@@ -24,14 +24,14 @@ def name_nodes(run: Run, ledger: Ledger, home: bytes | None, asked: Sequence[str
     show_rates(ledger, run.config, ledger.seen_nodes())
 
 
-def show_rates(ledger: Ledger, config: TrainerConfig, nodes: Iterable[bytes]) -> None:
-    """Have nodes shown with the rate that follows from their audits and from trust as it is now. Their next draw says
-    it again, of its pair of engines too (SPEC 10.7 item 2)."""
+def show_rates(ledger: Ledger, config: TrainerConfig, nodes: Iterable[bytes], *, known: bool = True) -> None:
+    """Have nodes shown with the rate that follows from their audits and from trust as it is now. `known`: their pair
+    of engines is calibrated (SPEC 10.7 item 2); the next draw says it again."""
     trusted, last = ledger.trusted(), ledger.last_verdict()
     with ledger.write():
         for node in nodes:
             rate = standing(ledger.latest_audits(node, last), config, trusted=node in trusted).rate
-            ledger.note_rate(node, rate)
+            ledger.note_rate(node, rate if known else 1.0)
 
 
 def nodes_of(words: Iterable[str], where: str, *, trainer: bytes, home: bytes | None) -> frozenset[bytes]:

@@ -16,7 +16,9 @@ from protocol.net.session import Session
 from protocol.run import Membership
 from trainer import reaudit
 from trainer.inbox import Arrival
+from trainer.naming import show_rates
 from trainer.office import software
+from trainer.pairs import pair_name, pair_of
 from verify.thresholds import limits_for
 
 if TYPE_CHECKING:
@@ -88,7 +90,13 @@ class Visit:
         check_engine(hello.engine.dtype)
         described = f"{hello.engine.name} {hello.engine.version} {hello.engine.dtype} {hello.engine.device}"
         ledger = self._gateway.writer
-        await self._office.clerk.do(lambda: ledger.see_node(self.node, received_ms, hello.software, described))
+
+        def note() -> None:
+            ledger.see_node(self.node, received_ms, hello.software, described)
+            known = pair_name(pair_of(hello.engine, run.config)) in ledger.calibrated_pairs()
+            show_rates(ledger, run.config, [self.node], known=known)
+
+        await self._office.clerk.do(note)
         await self._gateway.met(self)
         manifest = self._office.shelf.manifest()
         assert manifest is not None

@@ -694,6 +694,21 @@ async def test_a_trusted_node_is_audited_in_full_while_its_pair_of_engines_is_no
 
 
 @on_trio
+async def test_a_node_that_joins_is_shown_with_the_rate_of_its_first_trace(make_run: MakeRun) -> None:
+    async with trainer_at_work(make_run(audits=True, audit_floor=0.25)) as trainer:
+        trainer.ledger.name_nodes(home=None, always=(), anew=(identity_of("one").node,))
+
+        async def shown(name: str) -> float:
+            async with trainer.node(name) as client:
+                (row,) = trainer.ledger.view("SELECT rate FROM nodes WHERE node = ?", (client.who.node,))
+            return float(row["rate"])
+
+        assert await shown("one") == 1.0, "its pair of engines is not calibrated"
+        calibrate(trainer.run, trainer.ledger)
+        assert (await shown("one"), await shown("two")) == (0.25, 1.0)
+
+
+@on_trio
 async def test_a_node_that_a_person_trusts_is_audited_at_the_floor_from_its_first_trace_until_it_lies(
     make_run: MakeRun, script: Script
 ) -> None:
