@@ -44,3 +44,8 @@ class Share:
     def give_back(self) -> None:
         if self._turns is not None:
             self._turns.give_back()
+
+    def close(self) -> None:
+        """Give up turns for good."""
+        if self._turns is not None:
+            self._turns.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Final
@@ -231,6 +232,10 @@ class Worker:
     async def run(self) -> None:
         """Draw for ever. A broken engine is made again, after a pause that grows with each failure in a row; with
         fewer slots where memory ran out. Raises LocalError when that does not help."""
+        with closing(self._share):
+            await self._run_engines()
+
+    async def _run_engines(self) -> None:
         delays, failures = backoff(self._random, first=1.0, cap=300.0), 0
         while True:
             drawn = self._status.traces_drawn

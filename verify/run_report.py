@@ -84,12 +84,12 @@ def print_report(report: Report) -> None:
     if report.disagreeing > SHOWN:
         console.print(f"… and {report.disagreeing - SHOWN:,} more (--json lists up to {len(report.disagreements):,})")
     if report.disagreeing:
-        console.print(Text(f"{report.disagreeing:,} DISAGREE", style="bold red"))
         console.print(
             "A log that was copied or served badly shows this too: export or fetch it again, and audit that. What "
             "still disagrees is the trainer's to explain: it signed it. Keep this log; --json names step and place "
             "of each, and `rlverify check` shows one trace by itself.",
             soft_wrap=True,
         )
+        console.print(Text(f"{report.disagreeing:,} DISAGREE", style="bold red"))
     else:
         console.print(Text("ALL AGREE", style="bold green"))

@@ -19,6 +19,7 @@ from protocol.environments import base
 from protocol.environments.base import Message
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import EngineError, StorageError
+from protocol.messages import Timing
 from protocol.trace import EngineDescriptor, Trace
 from protocol.verdict import Outcome
 from tests.node.rig import EMBEDDED, another_policy, world
@@ -535,11 +536,11 @@ def test_a_full_disk_stops_the_drawing_and_loses_no_finished_trace(
     waiting: set[bytes] = set()
     put_trace = RunStore.put_trace
 
-    def fails_while_full(store: RunStore, signed: Signed, trace: Trace) -> Unsent:
+    def fails_while_full(store: RunStore, signed: Signed, trace: Trace, timing: Timing | None) -> Unsent:
         if full:
             waiting.add(signed.digest)
             raise StorageError("the disk is full: keeping a finished trace needs 1.5 KiB")
-        return put_trace(store, signed, trace)
+        return put_trace(store, signed, trace, timing)
 
     monkeypatch.setattr(RunStore, "put_trace", fails_while_full)
 
