@@ -59,9 +59,10 @@ def summary(ledger: Ledger, config: TrainerConfig, now_ms: int) -> dict[str, Any
 
 
 def counts(ledger: Ledger) -> dict[str, Any]:
-    """`accepted`, `refused`, `not_judged`: traces as they stand now, by the newest verdict on each; an accepted one that
-    is judged again is none of these until then. `refusals`: of the refused by reason, with those turned away without a receipt.
-    `traces`: those with a receipt, by state. `verdicts`: all ever given, of which a trace may have several."""
+    """`accepted`, `refused`, `not_judged`: traces as they stand now, by the newest verdict on each; an accepted one
+    that is judged again is none of these until then. `refusals`: of the refused by reason, with those turned away
+    without a receipt. `traces`: those with a receipt, by state. `verdicts`: all ever given, of which a trace may
+    have several."""
     # One search of an index a state: half the time of counting all of them in one go.
     of_state = "SELECT COUNT(*) AS n FROM submissions WHERE state = ?"
     traces = {str(state): ledger.view(of_state, (state,))[0]["n"] for state in SubmissionState}

@@ -2,7 +2,8 @@
 
 Read from the ledger in the order in which things were written there, each once, so that a process that was started
 again shows what the one before did. A histogram takes nothing back: `verify` is counted with the first verdict on a
-trace, where chain.py has it end with the one that stands; `batch_wait` begins with that one in both. Not here: the chain of one rollout (chain.py).
+trace, where chain.py has it end with the one that stands; `batch_wait` begins with that one in both. Not here: the
+chain of one rollout (chain.py).
 """
 
 from __future__ import annotations
