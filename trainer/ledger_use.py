@@ -7,6 +7,7 @@ A part of the ledger, whose connection it uses. Not here: what follows for new l
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -94,8 +95,8 @@ class UseOfLedger:
         ).fetchone()[0]
         return None if found is None else max(0.0, found) / 1000
 
-    def settled_slots(self, most_groups: int) -> list[SettledSlot]:
-        """The slots of the newest groups that are over, by when they were begun."""
+    def settled_slots(self, most_groups: int) -> Iterator[SettledSlot]:
+        """The slots of the newest groups that are over, by when they were begun, as they are read."""
         of_state = (
             "SELECT * FROM (SELECT group_id, environment, policy_version, state, cause, batch, created_ms FROM groups "
             "WHERE state = ? ORDER BY created_ms DESC LIMIT ?)"
@@ -114,8 +115,8 @@ class UseOfLedger:
                 GroupState.TAKEN, most_groups, GroupState.DROPPED, most_groups, most_groups, SubmissionState.ACCEPTED,
             ),
         )  # fmt: skip
-        return [
-            SettledSlot(
+        for row in rows:
+            yield SettledSlot(
                 environment=row[0],
                 leased=row[1],
                 expired=row[2],
@@ -129,5 +130,3 @@ class UseOfLedger:
                 stale=bool(row[8]),
                 lag=row[9] if row[7] and row[5] is not None else None,
             )
-            for row in rows
-        ]

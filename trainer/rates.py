@@ -9,7 +9,7 @@ here: reading the slots (ledger_use.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -55,49 +55,70 @@ class Rate:
         return self.leased - self.refused
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Of the slots of one kind, as they come."""
+
+    leased: int = 0
+    expired: int = 0
+    returned: int = 0
+    refused: int = 0
+    completed: int = 0
+    used: int = 0
+    stale: int = 0
+    lags: int = 0
+    lag_most: int | None = None
+
+    def add(self, slot: SettledSlot) -> None:
+        self.leased += slot.leased
+        self.expired += slot.expired
+        self.returned += slot.returned
+        self.refused += slot.refused
+        self.completed += slot.completed
+        self.used += slot.used
+        self.stale += slot.stale and bool(slot.completed)
+        if slot.lag is not None:
+            self.lags += slot.lag
+            self.lag_most = slot.lag if self.lag_most is None else max(self.lag_most, slot.lag)
+
+
 def told(ledger: Ledger, config: TrainerConfig) -> dict[str, Any]:
-    """`rates`: one row a kind; `losses`: what is being lost, as texts."""
-    slots = ledger.settled_slots(max(1, WINDOW // config.group_size))
-    found = rates(slots)
-    return {"rates": [asdict(each) for each in found], "losses": losses(found, slots, config)}
-
-
-def rates(slots: Sequence[SettledSlot]) -> list[Rate]:
-    """By environment, by length and by reward, in order of these."""
-    return [
-        *_by(ENVIRONMENT, [(slot.environment, slot.environment, slot) for slot in slots]),
-        *_by(LENGTH, [(*_length(slot), slot) for slot in slots]),
-        *_by(REWARD, [(*_reward(slot), slot) for slot in slots]),
+    """`rates`: one row a kind, by environment, by length and by reward, in order of these; `losses`: what is being
+    lost, as texts. One slot is held at a time: the gateway looks for as long as a run is served, and would keep what
+    thousands of them take for a moment."""
+    kinds: dict[tuple[str, Any, str], _Sums] = {}
+    slots = never = 0
+    for slot in ledger.settled_slots(max(1, WINDOW // config.group_size)):
+        environment = slot.environment
+        for kind in ((ENVIRONMENT, environment, environment), (LENGTH, *_length(slot)), (REWARD, *_reward(slot))):
+            kinds.setdefault(kind, _Sums()).add(slot)
+        slots += 1
+        never += slot.expired >= 2 and not slot.answered
+    found = [
+        _rate(by, kind, sums)
+        for wanted in (ENVIRONMENT, LENGTH, REWARD)
+        for (by, _, kind), sums in sorted(
+            ((key, kinds[key]) for key in kinds if key[0] == wanted), key=lambda each: each[0]
+        )
     ]
+    return {"rates": [asdict(each) for each in found], "losses": [*losses(found), *_never_drawn(never, slots, config)]}
 
 
-def _by(by: str, sorted_by: Iterable[tuple[Any, str, SettledSlot]]) -> list[Rate]:
-    kinds: dict[tuple[Any, str], list[SettledSlot]] = {}
-    for order, kind, slot in sorted_by:
-        kinds.setdefault((order, kind), []).append(slot)
-    return [_rate(by, kind, kinds[order, kind]) for order, kind in sorted(kinds)]
-
-
-def _rate(by: str, kind: str, slots: Sequence[SettledSlot]) -> Rate:
-    leased, expired = sum(slot.leased for slot in slots), sum(slot.expired for slot in slots)
-    returned, refused = sum(slot.returned for slot in slots), sum(slot.refused for slot in slots)
-    completed, used = sum(slot.completed for slot in slots), sum(slot.used for slot in slots)
-    stale = sum(slot.stale and slot.completed for slot in slots)
-    lags = [slot.lag for slot in slots if slot.lag is not None]
+def _rate(by: str, kind: str, of: _Sums) -> Rate:
     return Rate(
         by=by,
         kind=kind,
-        leased=leased,
-        expired=expired,
-        returned=returned,
-        refused=refused,
-        unanswered=max(0, leased - expired - returned - refused - completed),
-        completed=completed,
-        used=used,
-        stale=stale,
-        given_up=completed - used - stale,
-        lag_mean=sum(lags) / len(lags) if lags else None,
-        lag_most=max(lags, default=None),
+        leased=of.leased,
+        expired=of.expired,
+        returned=of.returned,
+        refused=of.refused,
+        unanswered=max(0, of.leased - of.expired - of.returned - of.refused - of.completed),
+        completed=of.completed,
+        used=of.used,
+        stale=of.stale,
+        given_up=of.completed - of.used - of.stale,
+        lag_mean=None if of.lag_most is None else of.lags / of.used,
+        lag_most=of.lag_most,
     )
 
 
@@ -131,7 +152,7 @@ def _reward(slot: SettledSlot) -> tuple[float, str]:
 # --- what is being lost ---
 
 
-def losses(found: Sequence[Rate], slots: Sequence[SettledSlot], config: TrainerConfig) -> list[str]:
+def losses(found: Sequence[Rate]) -> list[str]:
     """Kinds of which clearly fewer leases end in a batch than of the others."""
     lost = []
     for by in (LENGTH, REWARD, ENVIRONMENT):
@@ -140,7 +161,7 @@ def losses(found: Sequence[Rate], slots: Sequence[SettledSlot], config: TrainerC
             others = [*of_kind[:place], *of_kind[place + 1 :]]
             if _clearly_fewer(each, others):
                 lost.append(f"{_name(by, of_kind, place)} are being lost: {_figures(each, others)}")
-    return [*lost, *_never_drawn(slots, config)]
+    return lost
 
 
 def _clearly_fewer(each: Rate, others: Sequence[Rate]) -> bool:
@@ -172,13 +193,12 @@ def _figures(each: Rate, others: Sequence[Rate]) -> str:
     return f"of the leases of {what} {each.used / each.counted:.0%} end in a batch, of the others {there:.0%}; {why}"
 
 
-def _never_drawn(slots: Sequence[SettledSlot], config: TrainerConfig) -> list[str]:
-    never = sum(slot.expired >= 2 and not slot.answered for slot in slots)
-    if len(slots) < LEAST or never < NEVER_SHARE * len(slots):
+def _never_drawn(never: int, slots: int, config: TrainerConfig) -> list[str]:
+    if slots < LEAST or never < NEVER_SHARE * slots:
         return []
     # Two nodes are not away for the same seed by chance: it is the trace that takes so long.
     return [
-        f"long traces are being lost: {never} of {len(slots)} slots ran past two deadlines or more and were never "
+        f"long traces are being lost: {never} of {slots} slots ran past two deadlines or more and were never "
         f"drawn; raise lease_token_seconds ({config.lease_token_seconds:g}) or lease_seconds "
         f"({config.lease_seconds:g}), or lower max_tokens ({config.max_tokens})"
     ]
