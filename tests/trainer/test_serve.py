@@ -220,4 +220,4 @@ def test_a_serve_that_is_refused_for_a_name_has_written_nothing(run: Run, tmp_pa
     for asked in ("nonsense", "self"):
         with pytest.raises(UsageError, match="--trust: "):
             serve_run(folder, trust=(asked,))
-    assert not served.exists() and not (folder / "lock").exists()
+    assert not served.exists()
