@@ -9,6 +9,7 @@ A trainer may be away for any time: what was drawn waits on the disk and is sent
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from random import Random
@@ -39,6 +40,8 @@ from protocol.run import RunAddress, open_genesis
 from protocol.trace import EngineDescriptor
 
 _SHORTEST_RETRY_MS: Final = 50
+_CAUSES: Final = 16  # told of one stretch without work
+_NUMBER: Final = re.compile(r"\d+")
 _IDLE_SECONDS: Final = 10.0  # a learner's step takes less, and during one there may be nothing to draw
 _LASTING_SECONDS: Final = 30.0  # a session that held so long was a good one: the next try comes soon
 _TAKE_OVERS: Final = 3
@@ -108,7 +111,8 @@ class TrainerLink:
         self._random = random
         self._take_overs: list[float] = []  # times at which the trainer called this session superseded
         self._idle_since: float | None = None
-        self._idle_told = False
+        self._idle_noted: set[str] = set()  # causes said to a script since then; to a person
+        self._idle_told: set[str] = set()
 
     # --- connecting ---
 
@@ -263,14 +267,16 @@ class TrainerLink:
                 await self._worker.wants_leases.wait()
 
     def _tell_idle(self, reply: messages.LeasesReply) -> None:
-        """Why there is nothing to do: to a script at once, to a person when it lasts; each once."""
-        now = trio.current_time()
+        """Why there is nothing to do: to a script at once, to a person when it lasts; each cause once."""
+        now, cause = trio.current_time(), _NUMBER.sub("#", reply.cause)
         if self._idle_since is None:
-            self._idle_since, self._idle_told = now, False
+            self._idle_since, self._idle_noted, self._idle_told = now, set(), set()
+        if cause not in self._idle_noted and len(self._idle_noted) < _CAUSES:
+            self._idle_noted.add(cause)
             self._say("no_leases", f"no lease now: {reply.cause}", Level.DETAIL, retry_ms=reply.retry_ms)
-        elif not self._idle_told and now - self._idle_since > _IDLE_SECONDS:
-            self._idle_told = True
-            self._say("idle", f"nothing to draw for {_IDLE_SECONDS:.0f} s: {reply.cause}")
+        if cause in self._idle_noted - self._idle_told and now - self._idle_since > _IDLE_SECONDS:
+            self._idle_told.add(cause)
+            self._say("idle", f"nothing to draw for {now - self._idle_since:.0f} s: {reply.cause}")
 
     async def _return_leases(self, asker: Asker) -> None:
         while True:
@@ -312,8 +318,11 @@ class TrainerLink:
         return len(self._store.unsent)
 
     async def flush(self) -> None:
-        """Wait until everything is sent and given back, or the connection is gone."""
-        while self._status.connected and (self._store.unsent or not self._worker.book.is_empty()):
+        """Wait until everything is sent and given back, or the connection is gone. A lease that is on its way here is
+        given back too."""
+        while self._status.connected and (
+            self._store.unsent or self._worker.asking or not self._worker.book.is_empty()
+        ):
             await self._worker.has_news.wait()
 
     def _say(self, name: str, text: str, level: Level = Level.INFO, **values: Any) -> None:

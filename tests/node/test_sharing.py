@@ -64,7 +64,7 @@ def test_the_engine_gives_way_to_the_learner_and_takes_up_the_policy_that_it_mad
             assert learner.ask() and not learner.take(), "the engine has it"
             while not learner.take():
                 await trio.lowlevel.checkpoint()
-            assert len(w.trainer.traces) + node.status.unsent >= 16, "what was leased is drawn before"
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 16)  # what was leased is drawn before
             assert engine.calls == ["sleep"] and node.status.state == "the learner has the device"
             w.trainer.publish(other, 1)
             w.trainer.max_leases = 8
