@@ -94,6 +94,7 @@ class Worker:
         self._next: HeldPolicy | None = None  # the newest policy that is whole on the disk
         self._loaded: HeldPolicy | None = None  # the policy in the engine
         self._coming: HeldPolicy | None = None  # the policy that is being loaded
+        self._useless: dict[int, str] = {}  # versions that the engine cannot use, and why
         self._engine: EngineThread | None = None
         self._tasks = Tasks(config)
         self._share = Share(config.turns)
@@ -215,6 +216,8 @@ class Worker:
             present = self._next
         if present is not None and lease.policy_version < present.version:
             raise PolicyError(f"{_MOVED_ON}: this node is at version {present.version}")
+        if (why := self._useless.get(lease.policy_version)) is not None:
+            raise PolicyError(f"policy {lease.policy_version} cannot be used here: {why}")
         self._check_length(lease)
         await self._tasks.check_prompt(lease, held, self.trainer_software)
 
@@ -347,7 +350,8 @@ class Worker:
         # Leases on their way may be for the present one.
         if self._stopping or self._running or self.asking or self.book.waiting(loaded):
             return None
-        leased = [version for version in self.book.versions() if version > loaded and version in self._store.held]
+        usable = self._store.held.keys() - self._useless.keys()
+        leased = [version for version in self.book.versions() if version > loaded and version in usable]
         if leased:
             return self._store.held[min(leased)]
         return self._next if self._next is not None and self._next.version > loaded else None
@@ -398,6 +402,7 @@ class Worker:
 
     def _unusable(self, target: HeldPolicy, why: str) -> None:
         """Nothing can be drawn with this policy: back to the one before, until a newer one comes."""
+        self._useless[target.version] = why
         self._next, self._loaded = self._loaded, None
         self.book.give_back_all(f"policy {target.version} cannot be used here: {why}", version=target.version)
         instead = "waiting for" if self._next is None else f"going on with policy {self._next.version} until there is"
