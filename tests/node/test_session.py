@@ -432,13 +432,13 @@ def test_an_empty_answer_is_waited_out_and_its_cause_is_told_when_it_lasts(
     async def scenario() -> None:
         async with world(tmp_path) as w:
             w.trainer.max_leases = 0
-            asked = 0
+            asked, why = 0, "every task is leased, 3 wait"
 
             def count(request: Any) -> Any:
                 nonlocal asked
                 if isinstance(request, messages.GetLeases):
                     asked += 1
-                    return messages.LeasesReply((), 60, "every task is leased")
+                    return messages.LeasesReply((), 60, why)
                 return None
 
             w.trainer.on_request = count
@@ -450,7 +450,12 @@ def test_an_empty_answer_is_waited_out_and_its_cause_is_told_when_it_lasts(
             assert told.level is Level.INFO and "every task is leased" in told.text
             before = asked
             await w.trainer.until(lambda: asked >= before + 10)
+            why, before = "every task is leased, 4 wait", asked
+            await w.trainer.until(lambda: asked >= before + 10)
             assert len(node.said("no_leases")) == 1 and len(node.said("idle")) == 1
+            why = "the trainer's disk is nearly full"  # another cause, not another number in it
+            told = await node.until_said("idle", 2)
+            assert "disk is nearly full" in told.text and len(node.said("no_leases")) == 2
 
     trio.run(scenario)
 

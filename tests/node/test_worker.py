@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -13,8 +16,8 @@ from node.config import NodeConfig
 from node.engine import Engine, EngineBroken, OutOfMemory, SequenceRequest, TurnDone, Usage
 from node.join import make_engine
 from node.store import RunStore, Unsent
-from protocol import codec
-from protocol.envelope import Signed
+from protocol import codec, messages
+from protocol.envelope import Signed, seal
 from protocol.environments import base
 from protocol.environments.base import Message
 from protocol.environments.tokenizer import PolicyTokenizer
@@ -581,14 +584,16 @@ def test_a_policy_without_a_tokenizer_is_left_for_the_next(tmp_path: Path) -> No
     trio.run(scenario)
 
 
-def test_a_policy_that_is_no_model_is_left_for_the_next_and_the_one_before_draws_on(tmp_path: Path) -> None:
-    import json
-    import shutil
+def no_model(folder: Path) -> Path:
+    """A policy folder that is whole, and no model that an engine knows."""
+    shutil.copytree(EMBEDDED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+    return folder
 
-    nonsense = tmp_path / "nonsense"
-    shutil.copytree(EMBEDDED, nonsense)
-    config = json.loads((nonsense / "config.json").read_text())
-    (nonsense / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+
+def test_a_policy_that_is_no_model_is_left_for_the_next_and_the_one_before_draws_on(tmp_path: Path) -> None:
+    nonsense = no_model(tmp_path / "nonsense")
 
     async def scenario() -> None:
         async with world(tmp_path) as w:
@@ -606,5 +611,39 @@ def test_a_policy_that_is_no_model_is_left_for_the_next_and_the_one_before_draws
             await w.trainer.until(lambda: any(t.policy_version == 2 for t in w.trainer.traces.values()))
             assert node.failure is None and node.said("engine_failed") == []
             assert {t.policy_version for t in w.trainer.traces.values()} == {0, 2}
+
+    trio.run(scenario)
+
+
+def test_a_lease_of_a_policy_that_cannot_be_used_here_is_given_back_and_the_one_before_is_kept(tmp_path: Path) -> None:
+    """It was on its way when the policy failed: it must not bring that policy into the engine once more."""
+    nonsense = no_model(tmp_path / "nonsense")
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            w.trainer.max_leases = 2
+            node = w.node()
+            await w.trainer.until(lambda: len(w.trainer.traces) == 8)
+            w.trainer.publish(nonsense, 1)
+            await w.trainer.announce(1)
+            await node.until_said("policy_failed")
+            late: list[bytes] = []
+            drawn = next(iter(w.trainer.traces.values()))
+
+            def once(request: Any) -> Any:
+                if not isinstance(request, messages.GetLeases) or late:
+                    return None
+                lease = w.trainer.make_lease(drawn.node, 1)
+                late.append(lease.lease_id)
+                w.trainer.leases[lease.lease_id] = lease
+                w.trainer.max_leases = 5
+                return messages.LeasesReply((seal(w.trainer.identity, lease),), 0, "")
+
+            w.trainer.on_request = once
+            await w.trainer.until(lambda: late and late[0] in w.trainer.returned)
+            assert "policy 1 cannot be used here" in w.trainer.returned[late[0]]
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 16)
+            assert node.failure is None and len(node.said("policy_failed")) == 1
+            assert {trace.policy_version for trace in w.trainer.traces.values()} == {0}
 
     trio.run(scenario)
