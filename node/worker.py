@@ -103,6 +103,7 @@ class Worker:
         self._slots = config.slots  # None: as many as the engine sees fit; falls when the device runs out of memory
         self._running: dict[str, trio.CancelScope] = {}  # completions in the engine, by key
         self._unkept = 0  # finished traces that are not on the disk yet
+        self._keeping: trio.Nursery | None = None  # for these: it outlives the engine that drew them
         self._stopping = False
         self._paused_until = -math.inf
         self._pauses = backoff(random, first=1.0, cap=60.0)
@@ -235,8 +236,9 @@ class Worker:
     async def run(self) -> None:
         """Draw for ever. A broken engine is made again, after a pause that grows with each failure in a row; with
         fewer slots where memory ran out. Raises LocalError when that does not help."""
-        with closing(self._share):
-            await self._run_engines()
+        with closing(self._share), foremost():
+            async with trio.open_nursery() as self._keeping:
+                await self._run_engines()
 
     async def _run_engines(self) -> None:
         delays, failures = backoff(self._random, first=1.0, cap=300.0), 0
@@ -481,7 +483,9 @@ class Worker:
             self._running.pop(work.key, None)
         if drawn is not None and self.book.is_drawing(work):
             self.book.drawn(work.lease.lease_id, work.slot)
-            await self._keep(drawn[0].trace, drawn[1], drawn[0].timing(began - work.taken))
+            self._unkept += 1
+            assert self._keeping is not None
+            self._keeping.start_soon(self._keep, drawn[0].trace, drawn[1], drawn[0].timing(began - work.taken))
         self.wake()
 
     async def _draw(self, engine: EngineThread, work: SlotWork) -> tuple[episode.Drawn, Signed]:
@@ -491,7 +495,6 @@ class Worker:
 
     async def _keep(self, trace: Trace, signed: Signed, timing: Timing) -> None:
         """Put a trace on the disk. A full one is waited for, and when many wait nothing more is drawn."""
-        self._unkept += 1
         await keep_trying(self._report, "a finished trace", self._store.put_trace, signed, trace, timing)
         self._unkept -= 1
         self._pauses = backoff(self._random, first=1.0, cap=60.0)
@@ -507,6 +510,7 @@ class Worker:
             tokens=len(trace.tokens),
             reward=trace.reward,
         )
+        self.wake()
 
     def _say(self, name: str, text: str, level: Level = Level.INFO, **values: Any) -> None:
         self._report(Event(name, text, level, values))

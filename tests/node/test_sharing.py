@@ -11,7 +11,7 @@ import trio
 from node.config import NodeConfig
 from node.engine import TurnDone
 from node.transformers_engine import TransformersEngine
-from protocol.device_turns import ENGINE, LEARNER, Turns, look, turns
+from protocol.device_turns import ENGINE, LEARNER, POLL_SECONDS, Turns, look, turns
 from protocol.errors import UsageError
 from protocol.run import RunAddress
 from tests.node.rig import another_policy, world
@@ -63,7 +63,7 @@ def test_the_engine_gives_way_to_the_learner_and_takes_up_the_policy_that_it_mad
             learner = Turns(folder, LEARNER)
             assert learner.ask() and not learner.take(), "the engine has it"
             while not learner.take():
-                await trio.lowlevel.checkpoint()
+                await trio.sleep(POLL_SECONDS)
             await w.trainer.until(lambda: len(w.trainer.traces) >= 16)  # what was leased is drawn before
             assert engine.calls == ["sleep"] and node.status.state == "the learner has the device"
             w.trainer.publish(other, 1)

@@ -531,33 +531,79 @@ def test_a_completion_that_nobody_would_accept_is_given_back_and_not_signed(tmp_
     trio.run(scenario)
 
 
-def test_a_full_disk_stops_the_drawing_and_loses_no_finished_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.weights._STORAGE_RETRY_SECONDS", 0.05)
-    full = True
-    waiting: set[bytes] = set()
-    put_trace = RunStore.put_trace
+@dataclass
+class Disk:
+    """Where finished traces go; full until told otherwise."""
+
+    full: bool = True
+    waiting: set[bytes] = field(default_factory=set)  # digests of traces that found no room
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk, put_trace = Disk(), RunStore.put_trace
 
     def fails_while_full(store: RunStore, signed: Signed, trace: Trace, timing: Timing | None) -> Unsent:
-        if full:
-            waiting.add(signed.digest)
+        if disk.full:
+            disk.waiting.add(signed.digest)
             raise StorageError("the disk is full: keeping a finished trace needs 1.5 KiB")
         return put_trace(store, signed, trace, timing)
 
+    monkeypatch.setattr("node.weights._STORAGE_RETRY_SECONDS", 0.05)
     monkeypatch.setattr(RunStore, "put_trace", fails_while_full)
+    return disk
 
+
+def test_a_full_disk_stops_the_drawing_and_loses_no_finished_trace(tmp_path: Path, disk: Disk) -> None:
     async def scenario() -> None:
-        nonlocal full
         async with world(tmp_path) as w:
             w.trainer.max_leases = 6
-            node = w.node(slots=8)
+            node = w.node(slots=8, environment_threads=1)  # nine in flight at most
             said = await node.until_said("storage", 24)  # each that waits says so now and then
             assert "a finished trace waits for it" in said.text
-            assert 8 <= len(waiting) <= 16  # a batch that finished, and those that were drawn beside it
-            full = False
+            assert 8 <= len(disk.waiting) <= 16  # the eighth that waits is the last but for those in flight
+            disk.full = False
             await w.trainer.until(lambda: len(w.trainer.traces) == 24)
             assert w.trainer.returned == {}
+
+    trio.run(scenario)
+
+
+class _FullBesideDisk(Failing):
+    """An engine whose device is full once, as soon as finished traces wait for the disk."""
+
+    def __init__(self, inner: Engine, disk: Disk) -> None:
+        super().__init__(inner, [1])
+        self.disk = disk
+
+    def step(self) -> tuple[TurnDone, ...]:
+        if self.steps_left[0] and len(self.disk.waiting) >= 5:
+            self.steps_left[0] = 0
+            raise OutOfMemory("no room for one more block")
+        return self.inner.step()
+
+
+def test_an_engine_that_breaks_takes_no_finished_trace_with_it(tmp_path: Path, disk: Disk) -> None:
+    """More of them wait than the next engine has slots: it draws once they are on the disk."""
+    failing: list[_FullBesideDisk] = []
+
+    def make(config: NodeConfig) -> Engine:
+        failing.append(_FullBesideDisk(make_engine(config), disk))
+        return failing[-1] if len(failing) == 1 else failing[-1].inner
+
+    async def scenario() -> None:
+        async with world(tmp_path) as w:
+            node = w.node(make=make, slots=8)
+            await node.until_said("engine_failed")
+            waited = frozenset(disk.waiting)
+            assert len(waited) > 4
+            await node.until_said("policy_loaded", 2)
+            disk.full = False
+            await w.trainer.until(
+                lambda: waited <= w.trainer.traces.keys() and len(w.trainer.traces) >= len(waited) + 8
+            )
+            await node.leave()
+            assert node.failure is None and node.status.slots_total == 4
 
     trio.run(scenario)
 
