@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ chrome://tracing. Each node is a process in it, with as many lines as it had rol
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_named_one_by_one(sys.argv[1:] if arguments is None else arguments))
     from protocol.command import carry_out
     from protocol.errors import PolicyError, RLCommonsError, UsageError
 
@@ -106,8 +107,9 @@ def _parser() -> argparse.ArgumentParser:
         help="who generates: nodes, this machine's own engine in turns with the learner, or both (default: the run's)",
     )  # fmt: skip
     serve.add_argument(
-        "--trust", action="extend", nargs="+", default=[], metavar="PEER_ID",
-        help="audit these nodes at audit_floor from the first trace, until one lies; 'self' is the home engine",
+        "--trust", action="extend", type=_names, default=[], metavar="PEER_ID[,PEER_ID]",
+        help="audit these nodes at audit_floor from the first trace, until one lies; 'self' is the home engine; "
+        "may be repeated",
     )  # fmt: skip
     serve.set_defaults(command=_serve)
 
@@ -209,6 +211,28 @@ def _parser() -> argparse.ArgumentParser:
     quarantine.add_argument("--json", action="store_true", help="print one JSON object a trace")
     quarantine.set_defaults(command=_quarantine)
     return parser
+
+
+def _named_one_by_one(words: Sequence[str]) -> list[str]:
+    """`--trust A B` as `--trust A --trust B`: an option that takes all the words behind it would take RUN, too."""
+    told: list[str] = []
+    naming = False
+    for word in words:
+        if naming and _is_name(word) and told[-1] != "--trust":
+            told.append("--trust")
+        elif told[-1:] != ["--trust"]:
+            naming = word.startswith("--trust")
+        told.append(word)
+    return told
+
+
+def _is_name(word: str) -> bool:
+    """Whether it can only be meant as a node: also a mistyped one, which is then told as such."""
+    return word == "self" or word.startswith("12D3KooW")
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split() or [text]
 
 
 def _init(options: argparse.Namespace) -> int:
