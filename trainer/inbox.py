@@ -259,7 +259,7 @@ class Inbox:
         checks = codec.encode(Checks(decision.checks))
         if decision.draw is not None:
             self._ledger.note_draw(row.sequence, row.node, decision.draw)
-        if decision.verdict is None and row.reaudit is not None:
+        if decision.verdict is None and row.is_asked_for:
             self._ledger.end_reaudit(row.sequence, may_ask_again=row.died_of is None)
             return
         if decision.verdict is None:
@@ -282,10 +282,10 @@ class Inbox:
         if lied:
             self._end_trust(row.node, decision.reason, now_ms)
         of_evidence = decision.reason is Reason.NODE_EVIDENCE
-        failed = row.reaudit is None and decision.audited and decision.state is SubmissionState.REFUSED
+        failed = decision.audited and decision.state is SubmissionState.REFUSED
         if failed and (of_evidence or not lied):  # one that lied was told of, with what goes to audit
             self._follow_up(decision, now_ms)
-        if row.reaudit is not None:
+        if row.is_asked_for:
             name = f"trace {row.digest.hex()[:16]}… of node {peer_id(row.node)}"
             self._ledger.add_event(now_ms, "audit", f"{name} was audited again, as asked for: {decision.state}")
 
@@ -418,7 +418,7 @@ class Examiner:
         cheap = codec.reopen(Checks, row.checks).checks
         if result.fault is not None:
             fault = f"trace {row.digest.hex()[:16]}… was not judged: {result.error}"
-            if row.reaudit is not None:
+            if row.is_asked_for:
                 # SPEC 8.8: a re-audit that cannot judge gives no verdict. Else a trace that makes auditors fail would
                 # take its refusal back.
                 return Decision(row, SubmissionState.REFUSED, result.fault, False, None, cheap, None, fault)

@@ -440,8 +440,8 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
         rows = self._db.execute(
             f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
             "JOIN groups g ON g.group_id = s.group_id WHERE s.state = ? AND s.claimed_by IS NULL AND g.state = ? "
-            "AND s.reaudit IS NULL ORDER BY s.sequence LIMIT ?",
-            (SubmissionState.AUDIT, GroupState.DROPPED, most),
+            "AND s.reaudit IS NOT ? ORDER BY s.sequence LIMIT ?",
+            (SubmissionState.AUDIT, GroupState.DROPPED, Reaudit.WAITING, most),
         )
         return [submission_of(row) for row in rows]
 
@@ -525,7 +525,7 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
         the slot may be another's by now: then an accepted trace is credited and not used.
         """
         accepted = state is SubmissionState.ACCEPTED
-        again = submission.reaudit is not None
+        again = submission.is_asked_for
         with self.write():
             kept = state
             if accepted and again and not self._take_back(submission):
@@ -533,7 +533,7 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
             self._db.execute(
                 "UPDATE submissions SET state = ?, reason = ?, reward = COALESCE(?, reward), checks = ?, "
                 "claimed_by = NULL, reaudit = ? WHERE sequence = ?",
-                (kept, reason, reward, checks, Reaudit.DONE if again else None, submission.sequence),
+                (kept, reason, reward, checks, Reaudit.DONE if again else submission.reaudit, submission.sequence),
             )
             # SPEC 8.8: what passed an audit, is judged again and passes again keeps its verdict.
             newest = self._newest_verdict(submission.digest, submission.node)
@@ -542,17 +542,21 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
                 self.add_verdict(
                     submission.node, submission.digest, state, reason, audited, judged_ms, verdict, calibration, scores
                 )
-            if not again:
-                self._settle_slot(submission, accepted)
+            self._settle_slot(submission, accepted)
             self._complete(submission.group_id)
 
     def _settle_slot(self, submission: SubmissionRow, accepted: bool) -> None:
+        """Of a slot that waits for this verdict. One that was free, or another's, when a re-audit began does not."""
         slot_state = SlotState.ACCEPTED if accepted else SlotState.FREE
         self._db.execute(
             "UPDATE slots SET state = ?, node = CASE WHEN ? THEN node ELSE NULL END, "
-            "lease_id = CASE WHEN ? THEN lease_id ELSE NULL END WHERE group_id = ? AND slot = ? AND digest = ?",
-            (slot_state, accepted, accepted, submission.group_id, submission.slot, submission.digest),
-        )
+            "lease_id = CASE WHEN ? THEN lease_id ELSE NULL END "
+            "WHERE group_id = ? AND slot = ? AND digest = ? AND state = ?",
+            (
+                slot_state, accepted, accepted, submission.group_id, submission.slot, submission.digest,
+                SlotState.ANSWERED,
+            ),
+        )  # fmt: skip
 
     def _take_back(self, submission: SubmissionRow) -> bool:
         """Give a slot to the trace that was wrongly refused, where nobody has leased or answered it since."""
@@ -660,7 +664,7 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
         trace is claimed alone, so that it is not suspected for another's sake."""
         waiting = "state = ? AND claimed_by IS NULL AND (judged_by IS NULL OR judged_by != ?)"
         if reaudits_only:
-            waiting += " AND reaudit IS NOT NULL"
+            waiting += f" AND reaudit = '{Reaudit.WAITING}'"
         oldest = f"SELECT policy_version FROM submissions WHERE {waiting} ORDER BY sequence LIMIT 1"
         values = (SubmissionState.AUDIT, auditor)
         # An idle auditor looks often: a read does not make the others wait for the write lock.

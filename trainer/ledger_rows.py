@@ -249,6 +249,11 @@ class SubmissionRow:
     died_of: str | None
     reaudit: Reaudit | None
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether its audit is the re-audit that its node asked for. Once that is done a trace is one like others."""
+        return self.reaudit is Reaudit.WAITING
+
 
 @dataclass(frozen=True, slots=True)
 class NewSubmission:

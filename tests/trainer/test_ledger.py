@@ -21,6 +21,7 @@ from trainer.ledger_rows import (
     LeaseState,
     NewSubmission,
     Published,
+    Reaudit,
     SlotState,
     StepRow,
     SubmissionState,
@@ -174,6 +175,43 @@ def test_only_what_may_still_be_learned_from_is_judged_again(ledger: Ledger) -> 
     step = StepRow(1, 1, 1, 2, 60, 1.0, 0, 0.0, 0, 0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 1.0, 1.0, 1.0, 1e-6, 1.0)
     ledger.record_step(step, b"root", [GROUP])
     assert ledger.judge_again(NODE, 0) == 0, "it is learned from already"
+
+
+@pytest.mark.parametrize("outcome", [SubmissionState.ACCEPTED, SubmissionState.REFUSED])
+def test_what_a_re_audit_accepted_is_judged_once_more_like_any_other(ledger: Ledger, outcome: SubmissionState) -> None:
+    """After NODE_EVIDENCE: its slot is learned from or free again, never answered with nothing to judge."""
+    add_group(ledger)
+    ledger.add_lease(b"L" * 16, NODE, GROUP, [0, 1], b"signed", 1, 100)
+    first, second = submit(ledger, 0), submit(ledger, 1)
+    judge(ledger, first, SubmissionState.REFUSED, audited=True)
+    judge(ledger, second, SubmissionState.ACCEPTED, audited=True)
+    audit_again(ledger, first, SubmissionState.ACCEPTED)
+    assert ledger.count_groups(GroupState.COMPLETE) == 1
+    given = ledger.last_verdict()
+    assert ledger.judge_again(NODE, 0) == 1 and ledger.count_groups(GroupState.OPEN) == 1
+    judge(ledger, first, outcome, audited=True)
+    if outcome is SubmissionState.ACCEPTED:
+        assert ledger.last_verdict() == given, "the verdict stands"
+        assert ledger.audit_record(NODE) == (2, 0)
+    else:
+        assert ledger.audit_record(NODE) == (1, 1)
+        slot = ledger.slots_of(GROUP)[0]
+        assert (slot.state, slot.node) == (SlotState.FREE, None)
+        ledger.add_lease(b"M" * 16, OTHER, GROUP, [0], b"signed", 1, 100)
+        judge(ledger, submit(ledger, 0, lease=b"M" * 16, node=OTHER), SubmissionState.ACCEPTED)
+    row = ledger.submission(first)
+    assert row is not None and (row.state, row.reaudit) == (outcome, Reaudit.DONE)
+    (group,) = ledger.training_groups([GROUP])
+    assert [trace.slot for trace in group.traces] == [0, 1]
+
+
+def audit_again(ledger: Ledger, digest: bytes, outcome: SubmissionState) -> None:
+    """The re-audit that its node asks for."""
+    row = ledger.submission(digest)
+    assert row is not None
+    ledger.ask_reaudit(row.sequence)
+    ledger.finish_audit(row.sequence, b"audit", None)
+    judge(ledger, digest, outcome, audited=True)
 
 
 def test_bodies_of_old_traces_are_forgotten_and_everything_else_is_kept(ledger: Ledger) -> None:

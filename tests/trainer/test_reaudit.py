@@ -17,9 +17,9 @@ from protocol import codec, messages
 from protocol.envelope import seal
 from protocol.lease import Lease
 from protocol.run import EnvironmentShare
-from protocol.verdict import Outcome, Reason, Verdict, may_replace
+from protocol.verdict import Outcome, Reason, Verdict, check_verdict, may_replace
 from tests.trainer import fabricate
-from tests.trainer.scripted_node import Client, Script, Trainer, audit_result, on_trio, trainer_at_work
+from tests.trainer.scripted_node import Client, Script, Trainer, audit_result, calibrate, on_trio, trainer_at_work
 from trainer.audit_draw import AuditChain
 from trainer.audit_result import AuditResult
 from trainer.config import TrainerConfig, write_config
@@ -112,6 +112,44 @@ async def test_a_re_audit_is_another_auditors_and_its_acceptance_undoes_the_fail
 
 
 @on_trio
+async def test_what_a_re_audit_accepted_may_be_refused_with_all_that_its_node_drew_and_its_slot_is_drawn_again(
+    run: Run, script: Script
+) -> None:
+    async with trainer_at_work(run) as trainer, trainer.node("off") as client, trainer.node("b") as other:
+        by = calibrate(trainer.run, trainer.ledger)
+        lease, digest, _ = await refused(trainer, client, script)
+        assert (await ask(client, digest)).granted
+        assert trainer.audit(by=AGAIN, calibration=by, scores=(9.0, 8.0)) == 1
+        (back,) = await client.verdicts(1)
+        assert back.outcome is Outcome.ACCEPTED
+        (another,) = (await client.leases(1))[:1]
+        second = seal(client.who, script.trace(another, another.slots[0].index))
+        await client.send(second)
+        while trainer.ledger.waiting_audits() == 0:
+            await client.beat()
+        trainer.audit(calibration=by, scores=(9.0, 8.0))
+        verdicts = await client.verdicts(2)
+        assert [each.reason for each in verdicts] == [Reason.NODE_EVIDENCE] * 2
+        assert {each.trace_digest for each in verdicts} == {digest, second.digest}
+        assert may_replace(verdicts[1], back) and check_verdict(verdicts[1]) is None
+        assert trainer.ledger.audit_record(client.who.node) == (0, 2)
+        events = [row["text"] for row in trainer.ledger.view("SELECT text FROM events WHERE kind = 'audit'")]
+        assert sum("was audited again, as asked for: ACCEPTED" in text for text in events) == 1
+        assert not any("as asked for: REFUSED" in text for text in events), "nobody asked for that"
+        answer = await ask(client, digest)
+        assert not answer.granted and "one re-audit a trace" in answer.text
+        for each in [each for each in await other.leases(8) if each.group_id == lease.group_id]:
+            for slot in each.slots:
+                assert (await other.submit(script.trace(each, slot.index))).receipt is not None
+        while trainer.ledger.waiting_audits() < 2:
+            await other.beat()
+        trainer.audit()
+        await other.verdicts(2)
+        (group,) = trainer.ledger.training_groups([lease.group_id])
+        assert [trace.node for trace in group.traces] == [other.who.node] * 2
+
+
+@on_trio
 async def test_a_trace_whose_slot_went_to_another_is_credited_and_not_learned_from(run: Run, script: Script) -> None:
     async with trainer_at_work(run) as trainer, trainer.node("a") as client, trainer.node("b") as other:
         lease, digest, _ = await refused(trainer, client, script)
@@ -148,6 +186,25 @@ async def test_a_second_refusal_is_final_and_counts_once(run: Run, script: Scrip
         assert trainer.ledger.slot(lease.group_id, lease.slots[0].index) == (SlotState.FREE, None)
         answer = await ask(client, digest)
         assert not answer.granted and "one re-audit a trace" in answer.text
+
+
+@on_trio
+async def test_a_re_audit_that_refuses_is_a_failed_audit_as_any_other(run: Run, script: Script) -> None:
+    async with trainer_at_work(run) as trainer, trainer.node("off") as client:
+        by = calibrate(trainer.run, trainer.ledger)
+        _, digest, _ = await refused(trainer, client, script)
+        (lease,) = (await client.leases(1))[:1]
+        await client.submit(script.trace(lease, lease.slots[0].index))
+        while trainer.ledger.waiting_audits() == 0:
+            await client.beat()
+        trainer.audit(calibration=by, scores=(9.0, 8.0))
+        (accepted,) = await client.verdicts(1)
+        assert accepted.outcome is Outcome.ACCEPTED
+        assert (await ask(client, digest)).granted
+        trainer.audit(by=AGAIN, calibration=by, scores=(9.0, 8.0))
+        verdicts = await client.verdicts(2)
+        assert [each.reason for each in verdicts] == [Reason.NODE_EVIDENCE] * 2
+        assert [each.trace_digest for each in verdicts] == [digest, accepted.trace_digest]
 
 
 @on_trio
