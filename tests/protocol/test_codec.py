@@ -165,12 +165,12 @@ def test_an_object_over_its_size_is_too_large_before_it_is_read() -> None:
 def test_nested_lists_that_announce_much_cost_next_to_nothing(header: bytes) -> None:
     bomb = b"\x82" + codec.encode(messages.GetLeases(1, ()))[1:-1] + header * 900
 
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(20):
         with pytest.raises(DecodeError) as caught:
             codec.decode(messages.GetLeases, bomb + bytes(60_000))
         assert caught.value.code is Code.TOO_LARGE
-    assert time.perf_counter() - started < 0.5  # unbounded: 20 times 40 ms
+    assert time.process_time() - started < 0.5  # unbounded: 20 times 40 ms
 
 
 def test_an_error_names_the_field_where_it_lies() -> None:
