@@ -6,6 +6,9 @@ printing.
 
 from __future__ import annotations
 
+import protocol.interrupts  # noqa: F401 - first: from here on Ctrl-C ends this without a traceback
+
+# isort: split
 import argparse
 import contextlib
 import json

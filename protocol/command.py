@@ -6,11 +6,15 @@ Not here: arguments, what is done, and the codes that one command alone has (eac
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
+from protocol import interrupts
 from protocol.errors import RLCommonsError, StorageError
 from protocol.outputs import FULL, cause
 
@@ -25,11 +29,46 @@ ENDINGS: Final = f"""\
 """
 
 
+_AGAIN_SECONDS: Final = 0.02  # until Python is done with what it cleared away
+
+
 def carry_out(program: str, command: Callable[[], int], failed: Callable[[RLCommonsError], int]) -> int:
     """The exit code of a command; `failed` says an error to the person and gives its code.
 
     A bug of ours is shown whole and ends with FAULT: Python's own code for it is 1, which means something else here.
     """
+    with interruptible():
+        return _carry_out(program, command, failed)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within, Ctrl-C raises KeyboardInterrupt, so that work is ended in order. Python loses one that comes as it clears
+    something away, which it does with each import: that is raised again, instead of being printed."""
+    loaded = signal.getsignal(signal.SIGINT) is interrupts.leave
+    told = sys.unraisablehook
+
+    def again(lost: sys.UnraisableHookArgs) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            told(lost)
+            return
+        main = threading.main_thread().ident
+        timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    if loaded:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if loaded:
+            signal.signal(signal.SIGINT, interrupts.leave)
+        sys.unraisablehook = told
+
+
+def _carry_out(program: str, command: Callable[[], int], failed: Callable[[RLCommonsError], int]) -> int:
     try:
         code = command()
         if sys.stdout is not None:

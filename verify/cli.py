@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import protocol.interrupts  # noqa: F401 - first: from here on Ctrl-C ends this without a traceback
+
+# isort: split
 import argparse
 import json
 import sys

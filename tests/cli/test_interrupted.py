@@ -121,6 +121,83 @@ def test_a_node_command_that_is_interrupted_ends_quietly(scratch: Path, tmp_path
     assert process.returncode in (130, 1) and err == "", err  # it may have ended meanwhile
 
 
+_STOP_AT = """
+import os, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == os.environ.get("STOP_AT"):
+            os.write(2, b"here\\n")
+            while True:
+                sys.stdin.read(1)
+sys.meta_path.insert(0, Finder)
+"""
+_RUN = ("serve", "RUN")
+_MOMENTS = [
+    ("trainer.cli", "argparse", _RUN),
+    ("trainer.cli", "protocol.command", _RUN),
+    ("trainer.cli", "protocol.errors", _RUN),
+    ("trainer.cli", "trainer.serve", _RUN),
+    ("node.cli", "argparse", ("join", NOBODY)),
+    ("node.cli", "protocol.errors", ("join", NOBODY)),
+    ("node.cli", "protocol.command", ("join", NOBODY)),
+    ("node.cli", "trio", ("join", NOBODY)),
+    ("verify.cli", "argparse", ("check", "trace.msgpack", "--policy", "folder")),
+    ("verify.cli", "protocol.command", ("check", "trace.msgpack", "--policy", "folder")),
+    ("verify.cli", "torch", ("controls", "--policy", small_log.POLICY)),
+    ("verify.cli", "transformers", ("controls", "--policy", small_log.POLICY)),
+    ("run-demo", "argparse", ()),
+    ("run-demo", "trainer.ledger", ()),
+]
+
+
+@pytest.mark.parametrize(("program", "module", "words"), _MOMENTS, ids=[f"{each[0]}-{each[1]}" for each in _MOMENTS])
+def test_a_command_that_is_interrupted_as_python_loads_it_ends_quietly(
+    tmp_path: Path, program: str, module: str, words: tuple[object, ...]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_STOP_AT)
+    called = [ROOT / "scripts" / "run-demo"] if program == "run-demo" else ["-m", program]
+    home = ["--home", tmp_path / "home"] if program == "node.cli" else []
+    process = subprocess.Popen(
+        [sys.executable, *map(str, (*called, *words, *home))],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "STOP_AT": module},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert process.stderr.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+_LOST = """
+import sys, time
+from protocol.command import carry_out
+class Cleared:
+    def __del__(self):
+        print("here", flush=True)
+        sys.stdin.read()
+def work():
+    cleared = Cleared()
+    del cleared
+    while True:
+        time.sleep(60)
+sys.exit(carry_out("program", work, lambda error: 3))
+"""
+
+
+def test_an_interrupt_that_python_loses_is_raised_again() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LOST], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=heed_interrupts,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+
+
 _DEMO = """
 import runpy, subprocess, sys
 child = runpy.run_path(sys.argv[1])["child"]
