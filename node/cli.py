@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -388,7 +389,8 @@ def _status(options: argparse.Namespace) -> int:
         raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
     status["running"] = holder is not None
     status["process"] = holder
-    print(json.dumps(status) if options.json else describe_status(status))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(json.dumps(status) if options.json else describe_status(status, width))
     return OK
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,8 +141,8 @@ def _table(status: Status) -> Any:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", justify="right")
-    table.add_column()
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in _rows(status):
         table.add_row(name, value)
     return Panel(table, title=f"rlnode {status.node[-8:]}", title_align="left", border_style="dim")
@@ -201,8 +202,8 @@ def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "reached", f"through {relays} relay{'s' if relays > 1 else ''}: it is behind NAT"
 
 
-def describe_status(status: dict[str, Any]) -> str:
-    """What `rlnode status` prints of status.json."""
+def describe_status(status: dict[str, Any], width: int | None = None) -> str:
+    """What `rlnode status` prints of status.json; lines are broken at spaces where a terminal has `width` columns."""
     age = max(0.0, time.time() - float(status.get("written", 0)))
     running = f"running (process {status['process']})" if status["running"] else f"not running, stopped {_age(age)} ago"
     refused = ", ".join(f"{reason} {count}" for reason, count in status["refused"].items()) or "none"
@@ -230,7 +231,18 @@ def describe_status(status: dict[str, Any]) -> str:
         rows[2:2] = [("disk", why) for why in status.get("disk_waits", {}).values()]
     if status["last_refusal"]:
         rows.append(("last refusal", status["last_refusal"]))
+    if width is not None:
+        rows = [(name, _broken(value, width - _INDENT)) for name, value in rows]
     return "\n".join(f"{name:>12}  {value}" for name, value in rows)
+
+
+_INDENT: Final = 14
+
+
+def _broken(text: str, width: int) -> str:
+    """Words stay whole, also those that are longer than a line: an address, a path."""
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return ("\n" + " " * _INDENT).join(lines)
 
 
 def _or_none(value: Any) -> str:

@@ -6,9 +6,11 @@ Not here: where the figures come from (summary.py) and who refreshes the view (s
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +22,7 @@ from trainer.waits import lasted
 
 def render(run: Run, found: dict[str, Any]) -> RenderableType:
     """A summary (summary.summary) as a rich renderable."""
-    return Group(_headline(run, found), _figures(found), _waits(found), _nodes(found))
+    return Group(_headline(run, found), _figures(found), _waits(found), _Nodes(found["nodes"][:12]))
 
 
 def line(found: dict[str, Any]) -> str:
@@ -44,6 +46,8 @@ def _headline(run: Run, found: dict[str, Any]) -> Text:
 
 def _figures(found: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 3))
+    for _ in range(3):
+        table.add_column(overflow="fold")
     refused = ", ".join(f"{reason} {count}" for reason, count in found["refusals"].items())
     table.add_row(
         f"mean reward [bold]{_number(found['reward_mean'], 3)}[/]",
@@ -72,6 +76,8 @@ def _figures(found: dict[str, Any]) -> Table:
 
 def _waits(found: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        table.add_column(overflow="fold")
     rows = [(each["part"], each["what"], each["since_ms"]) for each in found["waits"]]
     rows += [("…" + node["node"][-10:], node["doing"], node["doing_since_ms"]) for node in found["nodes"][:12]]
     for part, what, since_ms in rows:
@@ -79,39 +85,90 @@ def _waits(found: dict[str, Any]) -> Table:
     return table
 
 
-def _nodes(found: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in (
-        "node",
-        "",
-        "policy",
-        "tokens/s",
-        "busy",
-        "queue",
-        "KV",
-        "accepted",
-        "refused",
-        "audits",
-        "rate",
-        "stake",
-        "engine",
-    ):
-        table.add_column(heading, justify="left" if heading in ("node", "", "engine") else "right")
-    for node in found["nodes"][:12]:
-        state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
-        state += "".join(f", {word}" for word in ("home", "trusted") if node[word])
-        state += f", [red]trust lost: {node['lied']}[/]" if node["lied"] else ""
-        audits = f"{node['audits_passed']:,}" + (
-            f" [red]({node['audits_failed']} failed)[/]" if node["audits_failed"] else ""
-        )
-        table.add_row(
-            "…" + node["node"][-10:], state, _number(node["policy_version"], 0), f"{node['tokens_per_second']:,.0f}",
-            f"{node['slots_busy']}/{node['slots_total']}", f"{node['slots_waiting']:,}",
-            "–" if node["cache_percent"] is None else f"{node['cache_percent']} %",
-            f"{node['accepted']:,}", f"{node['refused']:,}", audits,
-            f"{node['rate']:.0%}", _number(node["stake"], 2), Text(node["engine"], style="dim"),
-        )  # fmt: skip
-    return table
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    cells: tuple[Text, ...]
+    right: bool = True  # numbers
+    wraps: bool = False  # at spaces, where it has to
+
+    @property
+    def whole(self) -> int:
+        return max(cell_len(self.heading), *(each.cell_len for each in self.cells))
+
+    @property
+    def least(self) -> int:
+        """Characters that it takes without any word of it being cut."""
+        if not self.wraps:
+            return self.whole
+        words = [word for each in self.cells for word in each.plain.split()]
+        return max(map(cell_len, (self.heading, *words)))
+
+
+class _Nodes:
+    """The nodes as a table. Where it is too wide columns are left out, and named below: no figure is cut."""
+
+    def __init__(self, nodes: list[dict[str, Any]]) -> None:
+        self._rows = [_node_row(node) for node in nodes]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self._rows:
+            return
+        cells = {heading: tuple(row[heading] for row in self._rows) for heading in self._rows[0]}
+        columns = [_Column(each, cells[each], each not in _WORDS, each in _WRAPPED) for each in cells]
+        left_out: list[str] = []
+        for heading in _LEFT_OUT:
+            if _width(columns, least=True) <= options.max_width:
+                break
+            columns = [each for each in columns if each.heading != heading]
+            left_out.append(heading)
+        spare = options.max_width - _width(columns, least=True)
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, _GAP, 0, 0))
+        for each in columns:
+            width = min(each.whole, each.least + max(0, spare))
+            spare -= width - each.least
+            justify: JustifyMethod = "right" if each.right else "left"
+            table.add_column(each.heading, justify=justify, width=width, no_wrap=not each.wraps, overflow="fold")
+        for row in self._rows:
+            table.add_row(*(row[each.heading] for each in columns))
+        yield table
+        if left_out:
+            told = f"too narrow here for {', '.join(sorted(left_out, key=list(cells).index))}: all of it is in --json"
+            yield Text(told, style="dim")
+
+
+_GAP: Final = 1
+_WORDS: Final = ("node", "", "engine")
+_WRAPPED: Final = ("", "audits")
+# Where the table is too wide, in this order.
+_LEFT_OUT: Final = ("engine", "KV", "stake", "queue", "rate", "busy", "audits", "policy", "tokens/s", "refused")
+
+
+def _width(columns: list[_Column], *, least: bool) -> int:
+    return sum(each.least if least else each.whole for each in columns) + _GAP * (len(columns) - 1)
+
+
+def _node_row(node: dict[str, Any]) -> dict[str, Text]:
+    """The cells of a node by heading."""
+    state = "[green]connected[/]" if node["connected"] else "[dim]away[/]"
+    state += "".join(f", {word}" for word in ("home", "trusted") if node[word])
+    state += f", [red]trust lost: {node['lied']}[/]" if node["lied"] else ""
+    failed = f" [red]({node['audits_failed']:,} failed)[/]" if node["audits_failed"] else ""
+    cells = {
+        "node": "…" + node["node"][-10:],
+        "": state,
+        "policy": _number(node["policy_version"], 0),
+        "tokens/s": f"{node['tokens_per_second']:,.0f}",
+        "busy": f"{node['slots_busy']}/{node['slots_total']}",
+        "queue": f"{node['slots_waiting']:,}",
+        "KV": "–" if node["cache_percent"] is None else f"{node['cache_percent']} %",
+        "accepted": f"{node['accepted']:,}",
+        "refused": f"{node['refused']:,}",
+        "audits": f"{node['audits_passed']:,}{failed}",
+        "rate": f"{node['rate']:.0%}",
+        "stake": _number(node["stake"], 2),
+    }
+    return {**{name: Text.from_markup(text) for name, text in cells.items()}, "engine": Text(node["engine"], "dim")}
 
 
 def notes(run: Run, found: dict[str, Any]) -> list[Text]:

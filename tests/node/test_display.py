@@ -43,6 +43,16 @@ def test_why_a_node_has_no_contact_is_in_its_status() -> None:
     assert status.plain()["lost_because"] == why and "no contact" not in rows(Status())
 
 
+def test_in_a_narrow_terminal_lines_are_broken_between_words() -> None:
+    status = Status(node="n" * 52, state="working", traces_drawn=12_345_678, accepted=7_654_321)
+    status.refused["MARGIN"] = 123_456
+    plain = {**status.plain(), "running": True, "process": 7}
+    whole, narrow = describe_status(plain), describe_status(plain, 80)
+    assert narrow.split() == whole.split()
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    assert describe_status(plain, 20).split() == whole.split()
+
+
 def test_a_download_and_what_came_and_was_given_are_shown_to_people_and_scripts(tmp_path: Path) -> None:
     """Of a node that fetches from the trainer, from another node, and gives to a third."""
     trainer, seen = SmallTrainer(), []
