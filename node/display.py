@@ -199,7 +199,11 @@ def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
         given, rate = size_text(status["given_bytes"]), size_text(status.get("giving_bytes_per_second", 0))
         yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
     if relays := status.get("relays", 0):
-        yield "reached", f"through {relays} relay{'s' if relays > 1 else ''}: it is behind NAT"
+        through = f"through {relays} relay{'s' if relays > 1 else ''}"
+        if status.get("behind_nat"):
+            yield "reached", f"{through}: it is behind NAT"
+        else:
+            yield "reached", f"where it listens, and {through}, which cannot see whether it is behind NAT"
 
 
 def describe_status(status: dict[str, Any], width: int | None = None) -> str:

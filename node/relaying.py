@@ -1,11 +1,13 @@
 """Where others reach this node: where it listens, and, when it is behind NAT, the relays that keep a place for it.
 
 Every relay is asked where it sees this node come from: one that sees an address of this machine's own is not needed.
+One on the same machine sees it come from there, which says nothing of a NAT between it and others.
 Not here: relays themselves and hole punching (protocol/net), who else there is (peers.py).
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final
@@ -49,6 +51,7 @@ class Relaying:
         self._status = status
         self._random = random
         self._circuits: dict[str, str] = {}  # relay → the address through it, as told to others
+        self._translated: set[str] = set()  # relays that see this node at an address of another machine
 
     def addresses(self) -> tuple[str, ...]:
         """What others are told: direct addresses first."""
@@ -66,7 +69,9 @@ class Relaying:
         delays = backoff(self._random, first=1.0, cap=_LONGEST_SECONDS)
         while True:
             try:
-                if await self._is_open(relay):
+                seen = await self._host.seen_as(relay, seconds=_SECONDS)
+                self._note_nat(relay, seen)
+                if self._is_own(seen):
                     self._set(relay, None)
                     await trio.sleep(_OPEN_SECONDS)
                     continue
@@ -80,10 +85,16 @@ class Relaying:
             self._set(relay, reservation)
             await self._until_due(relay, reservation)
 
-    async def _is_open(self, relay: str) -> bool:
-        """Whether the relay sees an address of this machine's own, so that others reach it without help."""
-        seen = await self._host.seen_as(relay, seconds=_SECONDS)
+    def _is_own(self, seen: str | None) -> bool:
+        """Whether others reach this node without help."""
         return any(Address.parse(address).host == seen for address in self._host.addresses)
+
+    def _note_nat(self, relay: str, seen: str | None) -> None:
+        if seen is None or self._is_own(seen) or _is_loopback(seen):
+            self._translated.discard(relay)
+        else:
+            self._translated.add(relay)
+        self._status.behind_nat = bool(self._translated)
 
     async def _until_due(self, relay: str, reservation: Reservation) -> None:
         """Until it should be renewed, or the relay is gone and the place with it."""
@@ -105,3 +116,10 @@ class Relaying:
         text = f"others reach this node through {name}" if reservation else f"no more through {name}"
         self._report(Event("relay", text, Level.DETAIL, {"relay": relay, "address": self._circuits.get(relay)}))
         self._changed()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -98,6 +98,7 @@ class Status:
     giving: Meter = field(default_factory=Meter)
     disk_waits: dict[str, str] = field(default_factory=dict)  # what waits for the disk → why, for a person
     relays: int = 0  # that keep a place for this node; 0 where it is reached without
+    behind_nat: bool = False  # as relays see it; one on this machine cannot tell
     tokens: Meter = field(default_factory=Meter)
     started: float = field(default_factory=time.time)
 
@@ -148,6 +149,7 @@ class Status:
             "giving_bytes_per_second": int(self.giving.rate()),
             "disk_waits": dict(self.disk_waits),
             "relays": self.relays,
+            "behind_nat": self.behind_nat,
             "started": self.started,
             "written": time.time(),
         }

@@ -1,4 +1,4 @@
-"""What the trainer's network carries: bytes in and out, and what of them it relays between nodes behind NAT.
+"""What the trainer's network carries: bytes in and out, and what of them it relays between nodes.
 
 The gateway writes it as RUN/network.json, everybody else reads it; counters are since the gateway's start. Not here:
 the limits (config.py), relaying itself (protocol/net).
@@ -40,7 +40,7 @@ def network_line(found: dict[str, Any]) -> str:
     text = f"{sent / 1e6:,.1f} MB sent"
     if relayed or found.get("reservations"):
         text += (
-            f", of it {relayed / 1e6:,.1f} MB relayed for nodes behind NAT "
-            f"({found.get('reservations', 0)} reached through here, {found.get('circuits', 0)} circuits now)"
+            f", of it {relayed / 1e6:,.1f} MB relayed between nodes "
+            f"({found.get('reservations', 0)} can be reached through here, {found.get('circuits', 0)} circuits now)"
         )
     return text

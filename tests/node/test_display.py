@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import trio
 
 from node.cli import main
 from node.display import describe_status
+from node.relaying import Relaying
 from node.report import Event, Level, Status, noted
 from node.store import write_status
 from protocol.identity import Identity
-from protocol.net import memory
+from protocol.net import memory, p2p
+from protocol.net.base import Address, Host, RelayLimits
 from tests.node.fetching_node import fetching_node
 from tests.node.rig import EMBEDDED
 from tests.node.small_trainer import SmallTrainer
@@ -51,6 +55,49 @@ def test_in_a_narrow_terminal_lines_are_broken_between_words() -> None:
     assert narrow.split() == whole.split()
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, whole.splitlines()))
     assert describe_status(plain, 20).split() == whole.split()
+
+
+def test_a_node_that_joined_over_loopback_is_not_said_to_be_behind_nat() -> None:
+    """A relay on its own machine keeps a place for it, and sees it come from there."""
+
+    async def scenario() -> None:
+        where, everybody = ("/ip4/0.0.0.0/tcp/0",), RelayLimits(bytes_per_second=1e9)
+        async with (
+            p2p.open_host(Identity.generate(), listen=where) as relay,
+            p2p.open_host(Identity.generate(), listen=where) as host,
+        ):
+            relay.relay(everybody, lambda node: True)
+            loopback = replace(Address.parse(relay.addresses[0]), host="127.0.0.1")
+            told = "where it listens, and through 1 relay, which cannot see whether it is behind NAT"
+            assert await reached(host, str(loopback)) == told
+
+    trio.run(scenario)
+
+
+def test_a_node_that_a_relay_sees_elsewhere_is_behind_nat() -> None:
+    async def scenario() -> None:
+        network = memory.Network()
+        async with (
+            network.host(Identity.generate()) as relay,
+            network.host(Identity.generate(), nat=memory.Nat.KEEPS_PORTS) as host,
+        ):
+            relay.relay(RelayLimits(bytes_per_second=1e9), lambda node: True)
+            assert await reached(host, relay.addresses[0]) == "through 1 relay: it is behind NAT"
+
+    trio.run(scenario)
+
+
+async def reached(host: Host, relay: str) -> str:
+    """What its status says of a host that has a place at a relay, once it has."""
+    status, kept = Status(), trio.Event()
+    relaying = Relaying(host, host.addresses, (relay,), kept.set, lambda event: None, status, Random(1))
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(relaying.run)
+            await kept.wait()
+            nursery.cancel_scope.cancel()
+    assert status.plain()["relays"] == 1
+    return rows(status)["reached"]
 
 
 def test_a_download_and_what_came_and_was_given_are_shown_to_people_and_scripts(tmp_path: Path) -> None:

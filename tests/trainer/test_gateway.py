@@ -1178,7 +1178,7 @@ async def test_the_trainer_relays_for_nodes_with_a_session_alone_and_shows_what_
             while (found := read_network(trainer.run.folder)) is None or not found["relayed_bytes"]:
                 await trio.sleep(0.05)
             assert found["reservations"] == 1 and found["relayed_bytes"] >= 200_000
-            assert "0.2 MB relayed for nodes behind NAT (1 reached through here, 1 circuits now)" in network_line(found)
+            assert "0.2 MB relayed between nodes (1 can be reached through here, 1 circuits now)" in network_line(found)
 
 
 async def _echo(stream: Stream) -> None:
