@@ -11,15 +11,31 @@ import gc
 from typing import Final
 
 _M_ARENA_MAX: Final = -8  # of malloc.h
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
 _HEAPS: Final = 2
+_BUFFER_BYTES: Final = 128 * 1024  # where glibc begins
 
 
 def few_heaps() -> None:
     """Let the threads of this process share few heaps. glibc makes one for each of up to eight threads a processor,
     each of them keeps the holes that large tensors and replies leave, and a process that starts and ends threads all
     day goes on growing. Call it before there are threads; does nothing where the C library is another."""
+    _set(_M_ARENA_MAX, _HEAPS)
+
+
+def large_buffers_go_back() -> None:
+    """Let a buffer of over 128 KiB come from the system each time, and go back to it. glibc does so until the first of
+    them is freed, and from then on cuts those of its size out of the heap, where small objects that stay soon lie
+    behind each hole. For a process of small objects with a large message now and then; one that computes would have
+    every tensor's pages made anew."""
+    _set(_M_MMAP_THRESHOLD, _BUFFER_BYTES)
+    _set(_M_TRIM_THRESHOLD, _BUFFER_BYTES)
+
+
+def _set(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _HEAPS)
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def settle() -> None:

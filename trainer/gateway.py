@@ -12,6 +12,7 @@ a trace is worth (inbox.py).
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import socket
 import sys
@@ -35,7 +36,7 @@ from protocol.errors import (
     RLCommonsError,
     StorageError,
 )
-from protocol.heap import few_heaps, settle
+from protocol.heap import few_heaps, large_buffers_go_back, settle
 from protocol.identity import peer_id
 from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
@@ -57,6 +58,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
 TIDY_SECONDS: Final = 1.0
 PRUNE_SECONDS: Final = 60.0
+GARBAGE_SECONDS: Final = 2.0  # between whole searches for cycles: left to Python, they pile up to what fits no more
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
 NETWORK_SECONDS: Final = 2.0
 STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
@@ -96,6 +98,7 @@ class Gateway:
             nursery.start_soon(self._watch_ledger)
             nursery.start_soon(self._tidy)
             nursery.start_soon(self._prune)
+            nursery.start_soon(_collect_garbage)
             nursery.start_soon(self._write_beats)
             task_status.started()
 
@@ -365,6 +368,13 @@ def relay_limits(config: TrainerConfig) -> RelayLimits | None:
     )
 
 
+async def _collect_garbage() -> None:
+    """Sessions that ended and errors that were told are cycles; some milliseconds, as libraries are not looked at."""
+    while True:
+        await trio.sleep(GARBAGE_SECONDS)
+        gc.collect()
+
+
 async def _ignore_notice(body: bytes) -> None:
     """A node tells nothing without asking."""
 
@@ -452,6 +462,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     few_heaps()
+    large_buffers_go_back()
     settle()
     end_with_parent()
     code = 0

@@ -37,11 +37,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """The trainer's process and the address nodes join."""
+def serving(folder: Path, **settings: object) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The trainer's process and the address nodes join; `settings` of the run beside those of the embedded preset."""
     run = folder / "run"
-    local = ("--set", "listen=/ip4/127.0.0.1/tcp/0", "--set", "page_port=0")
-    words = [sys.executable, "-m", "trainer.cli", "init", str(run), *local]
+    settings |= {"listen": "/ip4/127.0.0.1/tcp/0", "page_port": 0}
+    chosen = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    words = [sys.executable, "-m", "trainer.cli", "init", str(run), *chosen]
     subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
     with ExitStack() as stack:
         process = start(folder / "serve.log", "trainer.cli", "serve", run, "--json")
