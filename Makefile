@@ -54,7 +54,7 @@ bench-weights: $(VENV)/.test $(VENV)/.run-smollm2
 
 # The trainer's bars: the learner's step, the gateway, admission, the learner's step against TRL's, a killed trainer's
 # return, eight simulated hours of 200 nodes, and what staleness costs.
-bench-trainer: $(VENV)/.test
+bench-trainer: $(VENV)/.test $(VENV)/.run-smollm2
 	scripts/bench-trainer $(BIN)/python "$(TRL_PYTHON)"
 
 # vLLM's CPU build, 3.5 GB: the engine of node/vllm_engine.py, proved where there is no GPU.
