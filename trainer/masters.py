@@ -102,7 +102,7 @@ _MOMENTS: Final = {"mean": "exp_avg", "square": "exp_avg_sq"}
 class Masters:
     """Masters of one live model. After construction and after each step the model holds their rounded copy.
 
-    Of several processes' all take each `step` at once, and ask for `published` and `tensors` at once.
+    Of several processes all `step` at once, and ask for `published` and `tensors` at once.
     """
 
     def __init__(
