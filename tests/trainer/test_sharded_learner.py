@@ -85,7 +85,7 @@ def pair(work: Path) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     try:
-        said = [child.communicate(timeout=300)[1] for child in children]
+        said = [child.communicate(timeout=200)[1] for child in children]
     finally:
         for child in children:
             child.kill()
