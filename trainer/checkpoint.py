@@ -18,13 +18,14 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.errors import LocalError, StorageError
@@ -161,10 +162,12 @@ def load_record(folder: RunFolder, version: int) -> StepRecord:
         raise LocalError(f"{path} cannot be read ({cause(error)}): restore it from a backup") from None
 
 
-def load_state(folder: RunFolder, version: int) -> dict[str, Tensor]:
-    """The tensors that made policy `version`. Raises LocalError when they cannot be read."""
+@contextmanager
+def open_state(folder: RunFolder, version: int) -> Iterator[Any]:
+    """The open safetensors file of what made policy `version`. Raises LocalError when it cannot be read."""
     path = folder.step(version) / "state.safetensors"
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise LocalError(f"{path} cannot be read ({cause(error)}): restore it from a backup") from error

@@ -115,7 +115,8 @@ class TrainerConfig:
     micro_batch_tokens: int = 8192  # tokens in one forward and backward
     lora_rank: int = 0  # above 0 only matrices of this rank beside the linear layers learn (LoRA), merged for nodes
     lora_alpha: float = 32.0  # their update is scaled by lora_alpha / lora_rank
-    learners: int = 1  # learner processes, each with its share of a batch; on GPUs one a card
+    # learner processes, each with its share of a batch, of the weights and of the optimiser (FSDP2); on GPUs one a card
+    learners: int = 1
     evaluate_every: int = 0  # versions between evaluations on held-out tasks by this machine; 0: none
     evaluate_tasks: int = 64  # of one evaluation, one completion each
     gradient_checkpointing: bool = False  # compute activations twice: a third slower, memory of one layer

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -105,7 +106,7 @@ def _opened(
     return _Episode(environment, index, seed, tokenizer.prompt_ids(environment.prompt(index)))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _play(run: Run, model: PolicyModel, tokenizer: PolicyTokenizer, episodes: Sequence[_Episode]) -> None:
     while live := [episode for episode in episodes if episode.live]:
         budgets = [_budget(run, model, episode) for episode in live]
@@ -154,7 +155,7 @@ def _turns(
     while True:
         positions, mask = _frame(model, pads, start, ids.shape[1])
         last = torch.arange(1, len(live) + 1, device=model.device) * ids.shape[1] - 1
-        _, logits = model.run(ids, last, positions, mask, cache)
+        _, logits = model.within(partial(model.run, ids, last, positions, mask, cache))
         drawn, _ = sample(logits.float(), seeds, positions[:, -1].tolist(), heats)
         for turn, budget, token in zip(turns, budgets, drawn.tolist(), strict=True):
             if len(turn) < budget and (not turn or turn[-1] not in stop_ids):

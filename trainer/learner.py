@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final, Literal, NoReturn
 
 import torch
 
@@ -35,7 +35,7 @@ from trainer.loss import LossSums
 from trainer.publish import prune_policies
 from trainer.rundir import Run, open_run
 from trainer.stepper import NOT_FINITE, Stepped, Stepper, StepRefused
-from trainer.team import Team, join, leave
+from trainer.team import LostOthers, Team, join, leave
 
 # Beyond these the batch says little about the policy that learns from it: look at staleness and learning rate.
 ALARMS: Final[tuple[tuple[str, Callable[[LossSums], bool]], ...]] = (
@@ -49,6 +49,9 @@ PATIENCE_SECONDS: Final = 30.0  # a wait longer than this becomes an event
 REFUSED_IN_A_ROW: Final = 3  # batches whose loss or gradient is not finite: then it is not the batch
 # Of candidates for a batch, in batches: from these a node that drew too much of the first is put off.
 _CANDIDATES: Final = 3
+
+# What the leader calls the other processes to: a step from completions, or to wait on where there are none.
+Call = tuple[Completion, ...] | Literal["evaluate"]
 
 
 class Diverged(LocalError):
@@ -162,15 +165,15 @@ class Learner:
         return row
 
     def _commit(self, row: StepRow, taken: tuple[bytes, ...]) -> None:
-        masters = self.stepper.masters
+        state, weights = self.stepper.kept()
         checkpoint.commit(
             self._folder,
             self._ledger,
             row,
             taken=taken,
-            optimiser_steps=masters.steps,
-            state=masters.tensors(),
-            weights=masters.published(),
+            optimiser_steps=self.stepper.masters.steps,
+            state=state,
+            weights=weights,
             reached=self._reached,
         )
         prune_policies(self._folder, self.version, self._config.keep_policies)
@@ -196,8 +199,12 @@ class Learner:
         try:
             tokenizer = PolicyTokenizer.load(self._folder.policy(self.version))
             with learners_turn(self._run):
-                found = evaluate(self._run, self.stepper.model, tokenizer)
+                self._team.tell("evaluate")
+                with self.stepper.playing() as model:
+                    found = evaluate(self._run, model, tokenizer)
                 self.stepper.rest()
+        except LostOthers:
+            raise
         except LocalError as error:
             found = Evaluation(0, 0.0, 0.0, self._config.evaluate_tasks, str(error), 0.0)
         if found.faults:
@@ -262,24 +269,39 @@ def _stepper(run: Run, version: int, team: Team) -> Stepper:
     stepper = Stepper(run.folder, run.config, version, team)
     if run.folder.step(version).exists():
         record = checkpoint.load_record(run.folder, version)
-        stepper.masters.restore(checkpoint.load_state(run.folder, version), record.optimiser_steps)
+        with checkpoint.open_state(run.folder, version) as file:
+            stepper.masters.restore(file, record.optimiser_steps)
     return stepper
 
 
+class Follower:
+    """A process beside the leader's: it does what it is called to, with its rows of the weights."""
+
+    def __init__(self, run: Run, team: Team) -> None:
+        torch.set_num_threads(run.config.threads)
+        version: int = team.tell()
+        self._team = team
+        self.stepper = _stepper(run, version, team)
+
+    def turn(self) -> None:
+        """One call of the leader's. Raises LostOthers when it is gone."""
+        call: Call = self._team.tell()
+        if call == "evaluate":
+            self.stepper.follow()
+        elif call:
+            try:
+                self.stepper.step(call)
+                self.stepper.kept()
+            except StepRefused:
+                self.stepper.forget()
+            self.stepper.rest()
+
+
 def follow(run: Run, team: Team) -> NoReturn:
-    """Step with the leader until interrupted."""
-    torch.set_num_threads(run.config.threads)
-    version: int = team.tell()
-    stepper = _stepper(run, version, team)
+    """Do as the leader calls until interrupted."""
+    follower = Follower(run, team)
     while True:
-        completions: tuple[Completion, ...] = team.tell()
-        if not completions:
-            continue
-        try:
-            stepper.step(completions)
-        except StepRefused:
-            stepper.forget()
-        stepper.rest()
+        follower.turn()
 
 
 def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:

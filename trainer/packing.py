@@ -47,8 +47,14 @@ class Pack:
 
     @property
     def plain(self) -> bool:
-        """One completion a row: plain causal attention is right, and no mask is needed."""
-        return len(self.members) == len(self.ids)
+        """One completion a row, or none: plain causal attention is right, and no mask is needed."""
+        return len(self.members) <= len(self.ids)
+
+
+def idle() -> Pack:
+    """A pass over no completion and one token, for a process that takes part in the passes of others."""
+    one = np.zeros((1, 1), dtype=np.int64)
+    return Pack((), ids=one, positions=one, family=one, segment=one, rows=one[0], tokens=one[0])
 
 
 def seen(pack: Pack, device: torch.device) -> tuple[Tensor, Tensor]:

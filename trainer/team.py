@@ -1,14 +1,15 @@
 """Several learner processes as one: what they tell each other, over torch.distributed.
 
 Started by `torchrun` (torch.distributed.run), which names each process' rank. Rank 0 leads: it alone has the ledger
-and writes files. Each process computes the gradients of its share of the groups; the sums of all are the same
-everywhere, and so is the step (docs/decisions/0014-learner.md). Not here: what is computed (stepper.py).
+and writes files. Each process has its rows of every weight and computes the gradients of its share of the groups
+(docs/decisions/0014-learner.md). Not here: what is computed (stepper.py), and the weights during a pass (sharding.py).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -18,10 +19,15 @@ from torch import Tensor
 
 from protocol.errors import LocalError
 
-# Of one exchange. The leader calls the others at least every 30 s, and a step of theirs takes no longer than its own.
-DEADLINE: Final = timedelta(minutes=10)
+# Of one exchange. A process that dies ends the others at once; this is for one that hangs, and must leave the leader
+# time to write a step. Between steps it calls the others at least every 30 s.
+DEADLINE: Final = timedelta(minutes=30)
 
 T = TypeVar("T")
+
+
+class LostOthers(LocalError):
+    """An exchange with the other processes of the learner failed: this one cannot go on either."""
 
 
 class Team:
@@ -72,14 +78,49 @@ class Team:
 
         self._exchange(reduce)
 
+    def total(self, value: float) -> float:
+        """The sum of all processes' values, to all."""
+        box = torch.tensor([value], dtype=torch.float64)
+        self.add([box])
+        return float(box)
+
+    def rows(self, count: int) -> slice:
+        """Which of a tensor's `count` rows this process holds: as many each, the last processes fewer or none."""
+        each = -(-count // self.size)
+        return slice(min(self.rank * each, count), min((self.rank + 1) * each, count))
+
+    def whole(self, rows: Tensor, count: int) -> Tensor | None:
+        """The tensor of `count` rows of which each process holds `rows`, on the CPU: in the leader, None elsewhere."""
+        each = -(-count // self.size)
+        padded = torch.zeros(each, *rows.shape[1:], dtype=rows.dtype)
+        padded[: len(rows)] = rows
+        # As bytes: not every dtype is one that is exchanged.
+        given = padded.flatten().view(torch.uint8)
+        box = given.new_empty(self.size * len(given)) if self.leads else None
+        parts = None if box is None else list(torch.split(box, len(given)))
+        self._exchange(lambda: dist.gather(given, parts, dst=0))
+        return None if box is None else box.view(rows.dtype).view(self.size * each, *rows.shape[1:])[:count]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Computes within what exchanges on its own. Raises LostOthers where that fails, and lets other errors pass."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+                raise
+            raise self._lost(error) from error
+
     def _exchange(self, work: Callable[[], object]) -> None:
         if self.size == 1:
             return
         try:
             work()
         except RuntimeError as error:
-            first = str(error).strip().splitlines()[0]
-            raise LocalError(f"learner process {self.rank} lost the others: {first}") from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> LostOthers:
+        return LostOthers(f"learner process {self.rank} lost the others: {str(error).strip().splitlines()[0]}")
 
 
 def join(device: str) -> Team:

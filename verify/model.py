@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_
 _PACKED_BYTES: Final = 4 << 30
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
+
+T = TypeVar("T")
 
 
 class PolicyModel:
@@ -79,6 +81,11 @@ class PolicyModel:
             self._packed = PackedLinears(self._model)
         elif self.dtype is torch.bfloat16 and wide.is_worthwhile():
             self._packed = wide.WideLinears(self._model)
+
+    def within(self, work: Callable[[], T]) -> T:
+        """What `work` makes of one pass: all of it that touches the weights, `run` and `head`. Here they are there
+        anyway; where they are spread over processes they are together within."""
+        return work()
 
     def run(
         self,
@@ -178,6 +185,11 @@ class PolicyModel:
         """The live weights under every name a file may give them: tied ones are one tensor with several names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
+    def layers(self) -> list[nn.Module]:
+        """The layers between the embeddings, from outer to inner modules."""
+        names = set(self._model._no_split_modules or ())
+        return [module for module in self._model.modules() if type(module).__name__ in names]
+
     def linear_weights(self) -> frozenset[str]:
         """Names of the matrices of the layers between the embeddings, without these."""
         outer = {id(each) for each in (self._head, self._model.get_input_embeddings())}
@@ -195,17 +207,21 @@ class PolicyModel:
         """
         if _config_fields(folder) != self._fields:
             return False
-        targets: dict[str, Tensor] = self._model.state_dict()
+        targets: dict[str, Tensor] = self._model.state_dict(keep_vars=True)
         with _tensor_files(folder) as files:
             if not _fits(files, targets):
                 return False
             with torch.inference_mode():
                 for file in files:
                     for name in file.keys():  # noqa: SIM118 - not a mapping
-                        targets[name].copy_(file.get_tensor(name))
+                        self._fill(targets[name], file, name)
         if self._packed is not None:
             self._packed.refresh()
         return True
+
+    def _fill(self, target: Tensor, file: Any, name: str) -> None:
+        """`file`: an open safetensors file."""
+        target.copy_(file.get_tensor(name))
 
     def spot_check(self, folder: Path) -> None:
         """Hold the first and the last row of every live tensor against the folder's files. Raises EngineError.
@@ -331,11 +347,12 @@ def _check_rows(name: str, live: Tensor, stored: Any) -> None:
 
 
 def _fits(files: list[Any], targets: dict[str, Tensor]) -> bool:
-    """Whether the files hold every tensor of the model (a tied one under any of its names) and no other."""
+    """Whether the files hold every tensor of the model (a tied one, the same object, under any of its names) and no
+    other."""
     filled = set()
     for file in files:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name not in targets or list(targets[name].shape) != file.get_slice(name).get_shape():
                 return False
-            filled.add(targets[name].data_ptr())
-    return all(tensor.data_ptr() in filled for tensor in targets.values())
+            filled.add(id(targets[name]))
+    return all(id(tensor) in filled for tensor in targets.values())
