@@ -56,9 +56,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
-    """A run in which twelve groups of policy 0 are complete, unaudited."""
+    """A run in which groups of policy 0 are complete, unaudited: enough that teach something for four steps."""
     run, ledger = make_run(tmp_path_factory.mktemp("drawn") / "run", template, **SMALL)
-    Gateway(run, ledger).admit(12, 0)
+    gateway = Gateway(run, ledger)
+    gateway.admit(12, 0)
+    while ledger.count_informative() < 4 * SMALL["groups_per_step"]:
+        gateway.admit(2, 0)
     ledger.close()
     return run.folder.path
 
