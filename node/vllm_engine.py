@@ -13,6 +13,7 @@ import contextlib
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,11 @@ _PROVENANCE: Final = ("transformers_version", "dtype", "torch_dtype", "_name_or_
 _CPU_KERNELS: Final = "32"  # that oneDNN keeps compiled, more than a model has shapes of layers. By default 1,024: one
 # for every number of tokens in a step, which took 80 KiB a completion
 NODE_PID: Final = "RLCOMMONS_NODE_PID"  # an environment variable: whom vLLM's processes must not outlive
+# How long vLLM's core, in a process of its own, may keep a node waiting. Silence is honest while a long prompt goes
+# through a large model in pieces, of which nothing is said before the first token, and while kernels are compiled at a
+# shape's first step: minutes. A core that hangs does so for ever, and leases run out meanwhile.
+STALL_SECONDS: Final = 300.0  # without a token while sequences are drawn, or without an answer to a question
+LOAD_SECONDS: Final = 1_800.0  # to start, with all that it compiles and captures, or to read and compare weights
 _CHECKED_LAYERS: Final = 3  # of each policy that is loaded: the first, the last and one that changes
 
 
@@ -74,6 +80,10 @@ def check_version(version: str | None) -> str:
 
 class _VllmFault(EngineError):
     """vLLM itself failed, as against being asked for what is not there."""
+
+
+class _Hung(EngineBroken):
+    """vLLM's core kept us waiting for too long, and was ended for it."""
 
 
 _VISIBLE_AT_START: Final = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # cards are counted among these
@@ -144,6 +154,7 @@ class VllmEngine:
         self._max_length = 0
         self._stop_ids: frozenset[int] = frozenset()
         self._salt = ""  # of this policy's cache
+        self._patience = _Patience() if self._own_process else None
         self._open: dict[str, _Sequence] = {}
         self._by_request: dict[str, _Sequence] = {}
 
@@ -200,7 +211,8 @@ class VllmEngine:
         if not self._by_request:
             return ()
         finished = []
-        for output in self._guarded(self._vllm.step):
+        drawing = f"gave no token for {{seconds}} s while it drew {len(self._by_request)} sequences"
+        for output in self._guarded(self._vllm.step, silence=drawing):
             sequence = self._by_request.pop(output.request_id, None)
             if sequence is not None:  # else aborted meanwhile
                 finished.append((sequence, output.outputs[0]))
@@ -230,11 +242,11 @@ class VllmEngine:
     def sleep(self) -> None:
         """The weights wait in the machine's memory, the cache is dropped."""
         if self._sleeps and self._vllm is not None:
-            self._guarded(self._vllm.sleep, 1)
+            self._guarded(self._vllm.sleep, 1, silence=_silence("sleep"))
 
     def wake(self) -> None:
         if self._sleeps and self._vllm is not None:
-            self._guarded(self._vllm.wake_up)
+            self._guarded(self._vllm.wake_up, silence=_silence("wake up"))
 
     def close(self) -> None:
         self._open.clear()
@@ -367,8 +379,11 @@ class VllmEngine:
         if self._force_v1:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
-            self._vllm, native = _make_vllm(self._arguments(policy, share), self._own_process)
+            with self._waiting("did not start within {seconds} s", LOAD_SECONDS):
+                self._vllm, native = _make_vllm(self._arguments(policy, share), self._own_process)
         except Exception as error:  # vLLM raises many kinds for a policy, a dtype or a card that it cannot use
+            if isinstance(error, _Hung):
+                raise
             if _is_out_of_memory(error):
                 raise OutOfMemory(f"no memory for {self.slots} sequences at once: {_first_line(error)}") from error
             raise EngineError(_why_not(policy, self._dtype, self._gpu_memory, error)) from error
@@ -384,6 +399,8 @@ class VllmEngine:
         self.loaded_root = root  # so that it can draw
         try:
             probe(self, self._vocabulary)
+        except _Hung:
+            raise
         except EngineError as error:
             return error
         finally:
@@ -420,10 +437,12 @@ class VllmEngine:
     def _swap(self, policy: Path) -> bool:
         """Change the weights of the vLLM that runs. False where they do not become the policy's: make it anew."""
         try:
-            if not self._vllm.reset_prefix_cache():
+            if not self._guarded(self._vllm.reset_prefix_cache, silence=_silence("drop its cache")):
                 return False
-            self._rpc("rlc_swap", str(policy))
+            self._rpc("rlc_swap", str(policy), seconds=LOAD_SECONDS)
             self._check_weights(policy)
+        except _Hung:
+            raise
         except EngineError:
             return False
         return True
@@ -431,7 +450,7 @@ class VllmEngine:
     def _check_weights(self, policy: Path) -> None:
         layers = int(self._vllm.vllm_config.model_config.hf_text_config.num_hidden_layers)
         chosen = sorted({0, layers - 1, random.randrange(layers)})[:_CHECKED_LAYERS]
-        compared, wrong = self._rpc("rlc_check_weights", str(policy), chosen)
+        compared, wrong = self._rpc("rlc_check_weights", str(policy), chosen, seconds=LOAD_SECONDS)
         if wrong or not compared:
             said = ", ".join(wrong[:4]) or "nothing in the model has the names of its tensors"
             raise EngineError(f"vLLM does not compute with the weights in {policy}: {said}")
@@ -443,18 +462,41 @@ class VllmEngine:
         if engine is not None:
             engine.engine_core.shutdown()
 
-    def _rpc(self, method: str, *arguments: Any) -> Any:
+    def _rpc(self, method: str, *arguments: Any, seconds: float | None = None) -> Any:
         """What rank 0 answers."""
-        return self._guarded(self._vllm.collective_rpc, method, args=arguments)[0]
+        silence = _silence(method)
+        return self._guarded(self._vllm.collective_rpc, method, args=arguments, silence=silence, seconds=seconds)[0]
 
-    def _guarded(self, call: Any, *arguments: Any, **named: Any) -> Any:
-        """vLLM's exceptions as ours: what fails in it, fails the engine."""
+    def _guarded(
+        self, call: Any, *arguments: Any, silence: str = "", seconds: float | None = None, **named: Any
+    ) -> Any:
+        """vLLM's exceptions as ours: what fails in it, fails the engine. A call that waits for the core says what its
+        `silence` means, after `seconds` of it (STALL_SECONDS)."""
         try:
-            return call(*arguments, **named)
+            with self._waiting(silence or _silence(call.__name__), seconds or STALL_SECONDS):
+                return call(*arguments, **named)
         except EngineError:
             raise
         except Exception as error:
             raise _fault_of(error) from error
+
+    @contextlib.contextmanager
+    def _waiting(self, silence: str, seconds: float) -> Iterator[None]:
+        """Raises _Hung where the core was ended meanwhile, for having kept this waiting. In this process there is no
+        core that could be ended."""
+        if self._patience is None:
+            yield
+            return
+        wait = self._patience.begin(seconds)
+        try:
+            yield
+        except Exception as error:
+            if not wait.is_over:
+                raise
+            told = silence.format(seconds=f"{seconds:,g}")
+            raise _Hung(f"vLLM's process hung, and was ended: it {told}") from error
+        finally:
+            self._patience.end()
 
     # --- refusals ---
 
@@ -516,6 +558,70 @@ def _says_out_of_memory(text: str) -> bool:
 
 
 _WATCH_SECONDS: Final = 0.5
+
+
+def _silence(what: str) -> str:
+    return f"gave no answer in {{seconds}} s ({what})"
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    left: float  # seconds
+    is_over: bool = False
+
+
+class _Patience:
+    """Ends vLLM's core where one wait for it takes too long: a core that hangs answers nothing, and does not die."""
+
+    def __init__(self) -> None:
+        self._wait: _Wait | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> _Wait:
+        self._wait = wait = _Wait(seconds)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_keep_time, args=(weakref.ref(self),), daemon=True, name="rlnode vllm patience"
+            )
+            self._thread.start()
+        return wait
+
+    def end(self) -> None:
+        self._wait = None
+
+    def tick(self, seconds: float) -> None:
+        wait = self._wait
+        if wait is None:
+            return
+        wait.left -= seconds
+        if wait.left <= 0:
+            wait.is_over = True
+            _kill_cores()  # again and again, where it had not begun yet
+
+
+def _keep_time(known: weakref.ref[_Patience]) -> None:
+    last = time.monotonic()
+    while (each := known()) is not None:
+        now = time.monotonic()
+        # A node that was stopped itself, by Ctrl-Z say, knows nothing of the time between.
+        each.tick(min(now - last, 2 * _WATCH_SECONDS))
+        last = now
+        del each
+        time.sleep(_WATCH_SECONDS)
+
+
+def _kill_cores() -> None:
+    """With all that they started: the processes that hold the cards."""
+    from vllm.utils.system_utils import kill_process_tree
+
+    for child in multiprocessing.active_children():
+        if child.name.startswith(_CORE) and child.pid is not None:
+            with contextlib.suppress(Exception):  # of a child of its, that ended in this moment
+                kill_process_tree(child.pid)
+            child.kill()
+
+
+_CORE: Final = "EngineCore"  # how vLLM names it
 
 
 def _watch(client: Any) -> None:

@@ -13,8 +13,10 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 import trio
 
+from node import vllm_engine
 from node.config import NodeConfig
 from tests.node.rig import world
 from tests.node.small_trainer import SmallTrainer
@@ -85,6 +87,43 @@ def test_a_node_whose_vllm_is_killed_gives_its_leases_back_and_goes_on(
                 assert "vLLM's process ended" in (await node.until_said("engine_failed", 2)).text
             await node.leave()
             assert not vllm_processes()
+
+    trio.run(scenario)
+
+
+def test_a_node_whose_vllm_hangs_ends_it_gives_its_leases_back_and_goes_on(
+    alone: None, policies: dict[str, Path], tmp_path: Path
+) -> None:
+    """As on several cards: a worker of the core's stops, and the core waits for it for ever."""
+
+    def make(config: NodeConfig) -> VllmEngine:
+        return VllmEngine(slots=4, threads=1, own_process=True, settings={"distributed_executor_backend": "mp"})
+
+    async def scenario() -> None:
+        async with world(tmp_path, publish=False, seconds=2 * START_SECONDS) as w:
+            w.trainer.publish(policies["a"], 0)
+            node = w.node(make=make)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= 4, START_SECONDS)
+            before = vllm_processes()
+            assert len(before) == 2
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(vllm_engine, "STALL_SECONDS", 10.0)
+                count = len(w.trainer.traces)  # the step that is under way began before that
+                await w.trainer.until(lambda: len(w.trainer.traces) > count, START_SECONDS)
+                before[1].suspend()
+                with trio.fail_after(10 + NOTICE_SECONDS):
+                    said = await node.until_said("engine_failed")
+            assert "vLLM's process hung, and was ended: it gave no " in said.text and "leases given back" in said.text
+            await w.trainer.until(lambda: any("hung" in cause for cause in w.trainer.returned.values()))
+            _, alive = await trio.to_thread.run_sync(psutil.wait_procs, before, NOTICE_SECONDS)
+            assert not alive
+            count = len(w.trainer.traces)
+            await w.trainer.until(lambda: len(w.trainer.traces) >= count + 4, START_SECONDS)
+            assert node.failure is None
+            left = vllm_processes()
+            await node.leave()
+            _, alive = await trio.to_thread.run_sync(psutil.wait_procs, left, NOTICE_SECONDS)
+            assert not alive
 
     trio.run(scenario)
 

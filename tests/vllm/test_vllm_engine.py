@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from node.engine import EngineBroken, OutOfMemory, SequenceRequest, TurnDone, pr
 from node.engine_thread import EngineThread
 from protocol.errors import EngineError, PolicyError
 from protocol.limits import PROOF_CHUNK_TOKENS
-from tests.vllm.conftest import EMBEDDED, SMOLLM2, make_policy
+from tests.vllm.conftest import EMBEDDED, ROOT_FOLDER, SMOLLM2, make_policy
 
 if importlib.util.find_spec("vllm") is not None:
     import torch
@@ -571,3 +572,79 @@ def test_other_architectures_are_drawn_as_their_plain_prefill_says(alone: None, 
         audit_drawn(policy, requests, draw(engine, requests))
     finally:
         engine.close()
+
+
+# --- a core that hangs ---
+
+
+@pytest.fixture
+def apart(alone: None, policies: dict[str, Path]) -> Iterator[tuple[Any, psutil.Process]]:
+    """An engine whose core is a process of its own, and that process."""
+    engine = VllmEngine(slots=2, threads=1, own_process=True)
+    engine.load(policies["a"], A)
+    yield engine, the_core()
+    engine.close()
+    assert psutil.wait_procs(cores(), timeout=30)[1] == []
+
+
+def cores() -> list[psutil.Process]:
+    alive = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in alive if "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def the_core() -> psutil.Process:
+    (found,) = cores()
+    return found
+
+
+def test_a_core_that_hangs_while_it_draws_is_ended_and_the_engine_broken(
+    apart: tuple[Any, psutil.Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, core = apart
+    for index in range(2):
+        engine.open(request(index, tokens=400))
+    for _ in range(20):
+        engine.step()
+    monkeypatch.setattr(vllm_engine, "STALL_SECONDS", 3.0)
+    core.suspend()
+    with pytest.raises(EngineBroken, match="hung, and was ended: it gave no token for 3 s while it drew 2 sequences"):
+        run(engine, 2)
+    assert psutil.wait_procs([core], timeout=30)[1] == []
+
+
+def test_a_core_that_hangs_as_a_policy_is_swapped_in_is_ended_with_that_cause(
+    apart: tuple[Any, psutil.Process], policies: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, core = apart
+    monkeypatch.setattr(vllm_engine, "LOAD_SECONDS", 2.0)
+    with pytest.MonkeyPatch.context() as patch:
+        # It hangs between two of the questions that a swap asks.
+        patch.setattr(engine._vllm, "reset_prefix_cache", lambda: core.suspend() is None)
+        with pytest.raises(EngineBroken, match=r"hung, and was ended: it gave no answer in 2 s \(rlc_swap\)"):
+            engine.load(policies["b"], B)
+    assert psutil.wait_procs([core], timeout=30)[1] == []
+
+
+_STARTS = """
+import pathlib, sys
+import psutil
+from node import vllm_engine
+vllm_engine.LOAD_SECONDS = 1.0
+try:
+    vllm_engine.VllmEngine(slots=1, threads=1, own_process=True).load(pathlib.Path(sys.argv[1]), bytes(32))
+except vllm_engine.EngineBroken as error:
+    print(error, flush=True)
+left = psutil.Process().children(recursive=True)
+print(*("left" for each in left if "resource_tracker" not in " ".join(each.cmdline())))
+"""
+
+
+def test_a_core_that_does_not_start_is_ended_with_that_cause(policies: dict[str, Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS, str(policies["a"])],
+        cwd=ROOT_FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["vLLM's process hung, and was ended: it did not start within 1 s", ""], done
