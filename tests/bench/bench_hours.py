@@ -296,7 +296,8 @@ def look(world: World, looking: Ledger, run: Run, now_ms: int) -> None:
     for wait in found["waits"]:
         world.names[f"{wait['part']} {_NUMBER.sub('#', wait['what'])}"] += 1
         since = wait["since_ms"]
-        if not wait["what"].strip() or (since is None and begun) or (since or 0) > now_ms:
+        waits = not wait["what"].startswith("as nodes ask")  # how leases stand is told also when nothing waits
+        if not wait["what"].strip() or (since is None and begun and waits) or (since or 0) > now_ms:
             world.nameless.append(f"{wait['part']}: {wait}")
     for node in found["nodes"]:
         world.names[f"node {_NUMBER.sub('#', node['doing'])}"] += 1
