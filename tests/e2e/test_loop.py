@@ -58,8 +58,12 @@ def test_a_policy_learns_from_verified_traces_and_a_cheating_node_is_refused(net
     planned = call("trainer.cli", "plan", network.run.path, "--json")
     assert planned.returncode == 0 and json.loads(planned.stdout)["parts"]["nodes"]["have"] >= 1, planned.stdout
 
-    # Anyone can recompute both verdicts offline.
-    for options, code, outcome in (((), 0, "ACCEPTED"), (("--refused",), 1, "REFUSED")):
+    # Anyone can recompute both verdicts offline. (Of one that NODE_EVIDENCE refuses: with what else its node drew.)
+    refused = network.ledger.view(
+        "SELECT hex(digest) AS digest FROM verdicts WHERE outcome = 'REFUSED' AND reason = 'MARGIN' "
+        "ORDER BY sequence DESC LIMIT 1"
+    )[0]["digest"]
+    for options, code, outcome in (((), 0, "ACCEPTED"), (("--digest", refused.lower()), 1, "REFUSED")):
         exported = call(
             "trainer.cli", "export-trace", network.run.path, "-o", network.folder / "trace.msgpack", "--json", *options
         )
