@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.errors import PolicyError
 from protocol.policy import policy_files, policy_root, read_safetensors
 from trainer.rundir import RunFolder, flush, versions_in
+from verify.tensor_file import TensorFile
 
 
 def tensor_names(policy: Path) -> frozenset[str]:
@@ -45,8 +45,8 @@ def write_policy(base: Path, target: Path, weights: Mapping[str, Tensor]) -> byt
 
 
 def _write_tensors(source: Path, target: Path, weights: Mapping[str, Tensor]) -> None:
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: _published(name, weights.get(name), file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    file = TensorFile(source)
+    tensors = {name: _published(name, weights.get(name), file.tensor(name)) for name in file.names}
     save_file(tensors, target, metadata={"format": "pt"})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,10 @@ class ShardedPolicy(PolicyModel):
         while self._team.tell():
             self.within(partial(self.run, token, None))
 
-    def _fill(self, target: Tensor, file: Any, name: str) -> None:
-        if not isinstance(target, DTensor):
-            super()._fill(target, file, name)
-            return
-        mine = self._team.rows(len(target))
-        if mine.start < mine.stop:
-            target.to_local().copy_(file.get_slice(name)[mine])
+    def _fill(self, target: Tensor, stored: Tensor) -> None:
+        if isinstance(target, DTensor):
+            target, stored = target.to_local(), stored[self._team.rows(len(stored))]
+        super()._fill(target, stored)
 
     def _require_shardable(self, folder: Path) -> None:
         alone = "run one learner process (learners = 1)"

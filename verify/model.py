@@ -18,10 +18,11 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, PolicyError
 from protocol.outputs import cause
 from verify import wide
 from verify.packed import PackedLinears
+from verify.tensor_file import TensorFile
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -213,15 +214,14 @@ class PolicyModel:
                 return False
             with torch.inference_mode():
                 for file in files:
-                    for name in file.keys():  # noqa: SIM118 - not a mapping
-                        self._fill(targets[name], file, name)
+                    for name in file.names:
+                        self._fill(targets[name], file.tensor(name))
         if self._packed is not None:
             self._packed.refresh()
         return True
 
-    def _fill(self, target: Tensor, file: Any, name: str) -> None:
-        """`file`: an open safetensors file."""
-        target.copy_(file.get_tensor(name))
+    def _fill(self, target: Tensor, stored: Tensor) -> None:
+        target.copy_(stored)
 
     def spot_check(self, folder: Path) -> None:
         """Hold the first and the last row of every live tensor against the folder's files. Raises EngineError.
@@ -231,10 +231,9 @@ class PolicyModel:
         live: dict[str, Tensor] = self._model.state_dict()
         with _tensor_files(folder) as files:
             for file in files:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    stored = file.get_slice(name)
-                    if name in live and list(live[name].shape) == stored.get_shape() and live[name].numel():
-                        _check_rows(name, live[name], stored)
+                for name in file.names:
+                    if name in live and live[name].shape == file.shape(name) and live[name].numel():
+                        _check_rows(name, live[name], file.tensor(name))
 
 
 class _HeadTap:
@@ -326,33 +325,30 @@ def _attention_kinds(config: Any) -> frozenset[str]:
 
 
 @contextmanager
-def _tensor_files(folder: Path) -> Iterator[list[Any]]:
-    from safetensors import SafetensorError, safe_open
-
+def _tensor_files(folder: Path) -> Iterator[list[TensorFile]]:
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
         raise EngineError(f"{folder} holds no .safetensors file: a policy's weights are kept in these")
     try:
-        yield [safe_open(path, framework="pt") for path in paths]
-    except (SafetensorError, OSError) as error:
+        yield [TensorFile(path) for path in paths]
+    except (PolicyError, OSError) as error:
         raise EngineError(f"the weights in {folder} cannot be read: {cause(error)}") from error
 
 
-def _check_rows(name: str, live: Tensor, stored: Any) -> None:
-    """`stored`: a safetensors slice of the same shape."""
-    pairs = ((live, stored[...]),) if not live.ndim else ((live[:1], stored[:1]), (live[-1:], stored[-1:]))
+def _check_rows(name: str, live: Tensor, stored: Tensor) -> None:
+    pairs = ((live, stored),) if not live.ndim else ((live[:1], stored[:1]), (live[-1:], stored[-1:]))
     for ours, theirs in pairs:
         if not torch.allclose(ours.cpu(), theirs.to(ours.dtype), rtol=0, atol=0, equal_nan=True):
             raise EngineError(f"{name} in the engine is not what the policy's files hold: load the policy again")
 
 
-def _fits(files: list[Any], targets: dict[str, Tensor]) -> bool:
+def _fits(files: list[TensorFile], targets: dict[str, Tensor]) -> bool:
     """Whether the files hold every tensor of the model (a tied one, the same object, under any of its names) and no
     other."""
     filled = set()
     for file in files:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            if name not in targets or list(targets[name].shape) != file.get_slice(name).get_shape():
+        for name in file.names:
+            if name not in targets or targets[name].shape != file.shape(name):
                 return False
             filled.add(id(targets[name]))
     return all(id(tensor) in filled for tensor in targets.values())
