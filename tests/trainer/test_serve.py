@@ -121,7 +121,7 @@ def test_a_child_that_was_killed_is_started_again(run: Run, ledger: Ledger, tmp_
 
 
 @pytest.mark.parametrize("mode", ["run", "deaf"])
-def test_stopping_ends_every_child_soon(run: Run, ledger: Ledger, tmp_path: Path, mode: str) -> None:
+def test_stopping_ends_every_child_in_under_five_seconds(run: Run, ledger: Ledger, tmp_path: Path, mode: str) -> None:
     mark = tmp_path / "mark"
     child = child_that(run, mode, mark)
     supervisor = Supervisor(run, ledger, [child])
@@ -131,7 +131,7 @@ def test_stopping_ends_every_child_soon(run: Run, ledger: Ledger, tmp_path: Path
     process = child.process
     began = time.monotonic()
     supervisor.stop()
-    assert time.monotonic() - began < 20  # under five, on a machine that does nothing else
+    assert time.monotonic() - began < 5.0
     assert process.poll() is not None
 
 
