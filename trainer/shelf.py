@@ -23,7 +23,6 @@ from trainer.rundir import RunFolder
 from verify.structure import PolicyShape, policy_shape
 
 SERVED: Final = 64  # newest versions; a run may keep thousands on its disk for whoever audits it later
-_READINGS_KEPT: Final = 4  # tokenizers: every version of a run has the same, and a large one takes 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Shelf:
         self._most = most
         self._manifests: dict[int, tuple[Signed, Manifest]] = {}
         self._blobs: dict[bytes, BlobPlace] = {}
-        self._readings: dict[tuple[bytes, ...], Reading] = {}
+        self._readings: dict[int, Reading] = {}
         self._loading = threading.Lock()
 
     @property
@@ -79,6 +78,8 @@ class Shelf:
         for _, manifest in self._manifests.values():
             kept |= self._places(manifest)
         self._blobs = kept
+        # Without the lock, which is held while one is read: what is lost to that is read once more.
+        self._readings = {version: found for version, found in self._readings.items() if version in self._manifests}
 
     def manifest(self, version: int | None = None) -> Signed | None:
         """The signed manifest of a version, or of the latest."""
@@ -97,18 +98,14 @@ class Shelf:
 
     def reading(self, version: int) -> Reading:
         """Tokenizer and shape of a version. Raises PolicyError when it is no longer here."""
-        found = self._manifests.get(version)
-        if found is None:
-            raise PolicyError(f"policy version {version} is no longer on disk")
-        files = found[1].files
-        key = tuple(b.digest for file in files if not file.name.endswith(".safetensors") for b in file.blobs)
         with self._loading:
-            if key not in self._readings:
+            found = self._readings.get(version)
+            if found is None:
+                if version not in self._manifests:
+                    raise PolicyError(f"policy version {version} is no longer on disk")
                 folder = self._folder.policy(version)
-                while len(self._readings) >= _READINGS_KEPT:
-                    del self._readings[next(iter(self._readings))]
-                self._readings[key] = Reading(PolicyTokenizer.load(folder), policy_shape(folder))
-            return self._readings[key]
+                found = self._readings[version] = Reading(PolicyTokenizer.load(folder), policy_shape(folder))
+            return found
 
     def _places(self, manifest: Manifest) -> dict[bytes, BlobPlace]:
         folder = self._folder.policy(manifest.version)

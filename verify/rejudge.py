@@ -82,7 +82,6 @@ class Rejudge:
         self._sample = sample
         self._model = _Model(device)
         self._environments: dict[tuple[str, str], Environment] = {}
-        self._tokenizers: dict[tuple[bytes, ...], PolicyTokenizer] = {}
 
     def epoch(self, opened: Opened, report: Report) -> None:
         """All traces of an epoch; what does not agree goes into the report."""
@@ -98,7 +97,7 @@ class Rejudge:
         if not judged:
             return
         try:
-            reading = Reading(self._tokenizer(opened, found), policy_shape(found))
+            reading = Reading(PolicyTokenizer.load(found), policy_shape(found))
         except PolicyError as error:
             report.undecided[f"traces whose policy cannot be used here ({error})"] += len(judged)
             return
@@ -137,16 +136,6 @@ class Rejudge:
             return self._source.policy(manifest)
         folder = self._policies / version_name(manifest.version)
         return folder if folder.is_dir() else None
-
-    def _tokenizer(self, opened: Opened, folder: Path) -> PolicyTokenizer:
-        """Kept for the next version, which has the same as a rule."""
-        manifest = opened.manifest
-        assert manifest is not None
-        files = (file for file in manifest.files if not file.name.endswith(".safetensors"))
-        key = tuple(blob.digest for file in files for blob in file.blobs)
-        if key not in self._tokenizers:
-            self._tokenizers = {key: PolicyTokenizer.load(folder)}
-        return self._tokenizers[key]
 
     # --- traces ---
 

@@ -11,7 +11,10 @@ in jinja2's sandbox; text of messages is never a template.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -34,6 +37,14 @@ from protocol.outputs import cause
 _REPLY: Final = "RLCOMMONS-REPLY"
 _PROBE: Final = "RLCOMMONS-OBSERVATION"
 _PROMPTS_KEPT: Final = 32
+_FILES: Final = (
+    "tokenizer.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+_TOKENIZERS_KEPT: Final = 4  # a large one takes 100 MB
 # What a template may call these by name, as transformers passes them.
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -68,17 +79,30 @@ class PolicyTokenizer:
 
     @classmethod
     def load(cls, policy_dir: Path) -> PolicyTokenizer:
-        """The tokenizer of the policy folder. Raises PolicyError naming the file that is missing or wrong."""
-        tokenizer = _load_tokenizer(policy_dir)
-        config = _read_json(policy_dir / "config.json", required=True)
-        generation = _read_json(policy_dir / "generation_config.json")
-        fields = _read_json(policy_dir / "tokenizer_config.json")
+        """The tokenizer of the policy folder. Raises PolicyError naming the file that is missing or wrong.
+
+        One object for every folder with the same files: the versions of a policy differ in their weights alone.
+        """
+        files = _Files(policy_dir)
+        with _loading:
+            kept = _kept.pop(files.digest, None) or cls._made_of(files)
+            _kept[files.digest] = kept
+            if len(_kept) > _TOKENIZERS_KEPT:
+                _kept.popitem(last=False)
+        return kept
+
+    @classmethod
+    def _made_of(cls, files: _Files) -> PolicyTokenizer:
+        tokenizer = _tokenizer(files)
+        config = files.json("config.json", required=True)
+        generation = files.json("generation_config.json")
+        fields = files.json("tokenizer_config.json")
         named = {key: _token_text(fields[key]) for key in _NAMED_TOKENS if fields.get(key)}
         return cls(
             tokenizer,
-            _compile(_template_source(policy_dir, fields), policy_dir),
+            _compile(_template_source(files, fields), files.folder),
             named,
-            _stop_ids(tokenizer, policy_dir, generation, config, named),
+            _stop_ids(tokenizer, files.folder, generation, config, named),
             _vocabulary_size(tokenizer, config),
         )
 
@@ -250,26 +274,77 @@ def _is_unicode(text: str) -> bool:
 # --- the folder's files ---
 
 
-def _load_tokenizer(policy_dir: Path) -> Tokenizer:
-    path = policy_dir / "tokenizer.json"
-    if not path.is_file():
+class _Files:
+    """Those of a policy folder that decide its tokenizer, read once."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises PolicyError when one cannot be read."""
+        self.folder = folder
+        self._data: dict[str, bytes] = {}
+        whole = hashlib.sha256()
+        for name in _FILES:
+            path = folder / name
+            if not path.is_file():
+                continue
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise PolicyError(f"{path} cannot be read: {cause(error)}") from error
+            self._data[name] = data
+            whole.update(name.encode() + len(data).to_bytes(8, "big") + data)
+        self.digest: Final = whole.digest()
+
+    def data(self, name: str) -> bytes | None:
+        return self._data.get(name)
+
+    def text(self, name: str) -> str | None:
+        """None when there is no such file. Raises PolicyError when it is not UTF-8."""
+        data = self.data(name)
+        try:
+            return None if data is None else data.decode()
+        except UnicodeDecodeError as error:
+            raise PolicyError(f"{self.folder / name} cannot be read: {cause(error)}") from error
+
+    def json(self, name: str, required: bool = False) -> dict[str, Any]:
+        """Raises PolicyError when it is no JSON object, or is `required` and not there."""
+        text = self.text(name)
+        if text is None:
+            if required:
+                raise PolicyError(f"{self.folder / name} cannot be read: there is no such file")
+            return {}
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PolicyError(f"{self.folder / name} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise PolicyError(f"{self.folder / name} is not a JSON object")
+        return fields
+
+
+_kept: OrderedDict[bytes, PolicyTokenizer] = OrderedDict()
+_loading = threading.Lock()
+
+
+def _tokenizer(files: _Files) -> Tokenizer:
+    data = files.data("tokenizer.json")
+    if data is None:
         raise PolicyError(
-            f"{policy_dir} has no tokenizer.json: a policy carries its own tokenizer. Make it with "
+            f"{files.folder} has no tokenizer.json: a policy carries its own tokenizer. Make it with "
             "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
         )
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises a bare Exception
-        raise PolicyError(f"{path} is not a tokenizer: {error}") from error
+        raise PolicyError(f"{files.folder / 'tokenizer.json'} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def _template_source(policy_dir: Path, fields: dict[str, Any]) -> str:
-    path = policy_dir / "chat_template.jinja"
-    if path.is_file():
-        return _read_text(path)
+def _template_source(files: _Files, fields: dict[str, Any]) -> str:
+    source = files.text("chat_template.jinja")
+    if source is not None:
+        return source
     inline = fields.get("chat_template")
     if isinstance(inline, list):  # several templates by name
         named = [
@@ -279,7 +354,7 @@ def _template_source(policy_dir: Path, fields: dict[str, Any]) -> str:
     if isinstance(inline, str):
         return inline
     raise PolicyError(
-        f"{policy_dir} has no chat_template.jinja and no chat_template in tokenizer_config.json: a base model "
+        f"{files.folder} has no chat_template.jinja and no chat_template in tokenizer_config.json: a base model "
         "needs one to be given tasks; write the template into chat_template.jinja"
     )
 
@@ -319,22 +394,3 @@ def _token_text(value: object) -> str:
     if not isinstance(text, str) or not _is_unicode(text):
         raise PolicyError(f"tokenizer_config.json names a token that is no text: {value!r:.80}")
     return text
-
-
-def _read_json(path: Path, required: bool = False) -> dict[str, Any]:
-    if not required and not path.is_file():
-        return {}
-    try:
-        fields = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise PolicyError(f"{path} is not a JSON object")
-    return fields
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{path} cannot be read: {cause(error)}") from error
