@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
-from protocol.heap import few_heaps, settle
 
 if TYPE_CHECKING:
     import trio
 
     from node.config import NodeConfig
-    from node.engine import Engine
     from node.report import Report, Status
     from protocol.run import RunAddress
 
@@ -206,6 +204,8 @@ def _join(options: argparse.Namespace) -> int:
             f"{home} has no address yet: rlnode join ADDRESS, where ADDRESS is the line that `rltrainer serve` prints"
         )
     Address.parse(address.dial)  # before anything is made or remembered: a typo must not replace a good address
+    from protocol.heap import few_heaps
+
     few_heaps()
     import trio
 
@@ -293,17 +293,24 @@ async def _join_until_signalled(config: NodeConfig, report: Report, status: Stat
             nursery.start_soon(_listen_to_signals, stop, at_once)
             if with_stdin:
                 nursery.start_soon(_watch_stdin, stop, at_once)
-            await join(config, report, status, stop, make=_make_engine)
+            nursery.start_soon(_stay_small, status)
+            await join(config, report, status, stop)
             nursery.cancel_scope.cancel()
     return INTERRUPTED if at_once.cancelled_caught else OK
 
 
-def _make_engine(config: NodeConfig) -> Engine:
-    from node.join import make_engine
+async def _stay_small(status: Status) -> None:
+    """From the first policy on: with it all is loaded."""
+    import trio
 
-    engine = make_engine(config)
+    from protocol.heap import GIVE_BACK_SECONDS, give_back, settle
+
+    while status.policy_version is None:
+        await trio.sleep(1)
     settle()
-    return engine
+    while True:
+        await trio.sleep(GIVE_BACK_SECONDS)
+        give_back()
 
 
 async def _listen_to_signals(stop: trio.Event, at_once: trio.CancelScope) -> None:

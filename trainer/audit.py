@@ -26,7 +26,7 @@ from protocol import codec, limits
 from protocol.calibration import Pair
 from protocol.envelope import Signed
 from protocol.errors import EngineError, PolicyError, RLCommonsError
-from protocol.heap import few_heaps
+from protocol.heap import few_heaps, give_back, settle
 from protocol.lease import Lease
 from protocol.policy import policy_root
 from protocol.trace import Trace
@@ -220,9 +220,12 @@ def serve(run: Run, ledger: Ledger, name: str, *, reaudits_only: bool = False) -
     changes = Changes(ledger)
     try:
         auditor.begin()
+        settle()
         say_ready(run.folder.path, name)
         while True:
-            if not auditor.turn():
+            if auditor.turn():
+                give_back()
+            else:
                 changes.wait(IDLE_SECONDS)
     except KeyboardInterrupt:
         ledger.release_claims(name, died_of=None)

@@ -12,7 +12,6 @@ a trace is worth (inbox.py).
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import socket
 import sys
@@ -36,7 +35,7 @@ from protocol.errors import (
     RLCommonsError,
     StorageError,
 )
-from protocol.heap import few_heaps, large_buffers_go_back, settle
+from protocol.heap import GIVE_BACK_SECONDS, few_heaps, give_back, large_buffers_go_back, settle
 from protocol.identity import peer_id
 from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
@@ -58,7 +57,6 @@ log = logging.getLogger(__name__)
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
 TIDY_SECONDS: Final = 1.0
 PRUNE_SECONDS: Final = 60.0
-GARBAGE_SECONDS: Final = 2.0  # between whole searches for cycles: left to Python, they pile up to what fits no more
 BEAT_SECONDS: Final = 0.5  # heartbeats are written together so often
 NETWORK_SECONDS: Final = 2.0
 STORAGE_SECONDS: Final = 10.0  # a ledger that cannot be written is complained about so often
@@ -98,7 +96,7 @@ class Gateway:
             nursery.start_soon(self._watch_ledger)
             nursery.start_soon(self._tidy)
             nursery.start_soon(self._prune)
-            nursery.start_soon(_collect_garbage)
+            nursery.start_soon(_stay_small)
             nursery.start_soon(self._write_beats)
             task_status.started()
 
@@ -368,11 +366,11 @@ def relay_limits(config: TrainerConfig) -> RelayLimits | None:
     )
 
 
-async def _collect_garbage() -> None:
-    """Sessions that ended and errors that were told are cycles; some milliseconds, as libraries are not looked at."""
+async def _stay_small() -> None:
+    """Sessions that ended and errors that were told are cycles."""
     while True:
-        await trio.sleep(GARBAGE_SECONDS)
-        gc.collect()
+        await trio.sleep(GIVE_BACK_SECONDS)
+        give_back()
 
 
 async def _ignore_notice(body: bytes) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from protocol.environments.tokenizer import PolicyTokenizer
 from protocol.errors import LocalError, RLCommonsError
-from protocol.heap import few_heaps
+from protocol.heap import few_heaps, give_back, settle
 from trainer import checkpoint
 from trainer.batch import Choice, Completion, Shaping, build, choose, crowding
 from trainer.child import DIVERGED, Changes, alone, end_with_parent, now_ms, say, say_ready
@@ -300,13 +300,16 @@ class Follower:
 def follow(run: Run, team: Team) -> NoReturn:
     """Do as the leader calls until interrupted."""
     follower = Follower(run, team)
+    settle()
     while True:
         follower.turn()
+        give_back()
 
 
 def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:
     """Learn until interrupted. Raises Diverged."""
     learner = Learner(run, ledger, team=team)
+    settle()
     say_ready(run.folder.path, "learner")
     say("learner", f"goes on from policy {learner.version}")
     changes = Changes(ledger)
@@ -318,6 +321,7 @@ def serve(run: Run, ledger: Ledger, team: Team) -> NoReturn:
         if isinstance(outcome, StepRow):
             say("learner", _line(outcome))
             since, told = time.monotonic(), False
+            give_back()
             continue
         if not told and time.monotonic() - since > PATIENCE_SECONDS:
             say("learner", f"waits: {outcome}")

@@ -21,6 +21,8 @@ import numpy as np
 import psutil
 from local_run import serving, start, stop  # first: it puts the repository on the path
 
+from trainer.rundir import RunFolder
+
 SAMPLE_SECONDS = 5
 
 
@@ -50,6 +52,8 @@ def main() -> None:
         finally:
             for node in nodes:
                 stop(node)
+            versions = max(RunFolder(folder / "run").versions())
+    print(f"{versions} policy versions in {options.minutes:g} minutes")
     print(f"{'process':40} {'MiB':>8} {'slope %/h':>10} {'thirds %':>9}")
     for who, series in sorted(samples.items()):
         kept = np.array([each for each in series if each[0] > options.warm_up * 60])
