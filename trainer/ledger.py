@@ -5,16 +5,17 @@ them may be killed at any point: the gateway writes submissions, an auditor clai
 them, the gateway signs verdicts, the learner takes complete groups and records steps. What is
 acknowledged to a node or to another process was committed with an fsync first.
 
-All SQL of the project is in this file, but for the schema (ledger_rows.py), the log of the run (ledger_log.py),
-calibrations (ledger_pairs.py), named nodes (ledger_named.py) and its upkeep (ledger_care.py). Not here: who gets which
-lease (dispatch.py), what a trace is worth (verify/), when a group may be learned from (batch.py).
+Policies, groups, leases, submissions, verdicts and events are in this file; the schema is in ledger_rows.py, and the
+rest of the project's SQL in parts of the ledger: audits (ledger_audits.py), learning (ledger_learning.py), nodes
+(ledger_nodes.py), the log of the run (ledger_log.py), calibrations (ledger_pairs.py), how work is used (ledger_use.py)
+and upkeep (ledger_care.py). Not here: who gets which lease (dispatch.py), what a trace is worth (verify/), when a group
+may be learned from (batch.py).
 """
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ import numpy as np
 from protocol.errors import StorageError, UsageError
 from protocol.log import Draw
 from protocol.verdict import Reason
+from trainer.ledger_audits import AuditsOfLedger
 from trainer.ledger_care import CareOfLedger
+from trainer.ledger_learning import LearningOfLedger
 from trainer.ledger_log import LogOfRun
-from trainer.ledger_named import NamedNodes
+from trainer.ledger_nodes import NodesOfLedger
 from trainer.ledger_pairs import PairsOfLedger
 from trainer.ledger_rows import (
     GROUP_COLUMNS,
@@ -35,9 +38,6 @@ from trainer.ledger_rows import (
     SCHEMA_VERSION,
     SUBMISSION_COLUMNS,
     TIMES,
-    CompleteGroup,
-    EvaluationRow,
-    GroupOutcome,
     GroupRow,
     GroupState,
     LeaseState,
@@ -48,10 +48,8 @@ from trainer.ledger_rows import (
     ScoredVerdict,
     SlotRow,
     SlotState,
-    StepRow,
     SubmissionRow,
     SubmissionState,
-    TrainingTrace,
     group_of,
     ids_bytes,
     submission_of,
@@ -60,13 +58,12 @@ from trainer.ledger_rows import (
     u64_of,
 )
 from trainer.ledger_use import UseOfLedger
-from verify.standing import WINDOW
 
 ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
-class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
+class Ledger(AuditsOfLedger, LearningOfLedger, LogOfRun, NodesOfLedger, PairsOfLedger, UseOfLedger, CareOfLedger):
     """One connection. Methods outside `with ledger.write():` commit by themselves.
 
     Use a connection from one thread at a time. Raises StorageError on a full disk or a database
@@ -656,107 +653,24 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
         ).fetchone()
         return None if row is None else row[0]
 
-    # --- audits (auditor) ---
+    def last_verdict(self) -> int:
+        """The sequence of the newest verdict; 0: there is none."""
+        row = self._db.execute("SELECT COALESCE(MAX(sequence), 0) FROM verdicts").fetchone()
+        return int(row[0])
 
-    def claim_audits(self, auditor: str, now_ms: int, most: int, *, reaudits_only: bool = False) -> list[SubmissionRow]:
-        """Claim waiting audits of one policy version (the oldest waiting) for one auditor: no re-audit of what it
-        judged itself. `attempts` of the rows counts the auditors that died with it. After the first such death a
-        trace is claimed alone, so that it is not suspected for another's sake."""
-        waiting = "state = ? AND claimed_by IS NULL AND (judged_by IS NULL OR judged_by != ?)"
-        if reaudits_only:
-            waiting += f" AND reaudit = '{Reaudit.WAITING}'"
-        oldest = f"SELECT policy_version FROM submissions WHERE {waiting} ORDER BY sequence LIMIT 1"
-        values = (SubmissionState.AUDIT, auditor)
-        # An idle auditor looks often: a read does not make the others wait for the write lock.
-        if self._db.execute(oldest, values).fetchone() is None:
-            return []
-        with self.write():
-            row = self._db.execute(oldest, values).fetchone()
-            if row is None:
-                return []
-            rows = self._db.execute(
-                f"SELECT {SUBMISSION_COLUMNS} FROM submissions s JOIN leases l ON l.lease_id = s.lease_id "
-                f"WHERE s.sequence IN (SELECT sequence FROM submissions WHERE {waiting} AND policy_version = ? "
-                "ORDER BY sequence LIMIT ?) ORDER BY s.sequence",
-                (*values, row[0], most),
-            ).fetchall()
-            found = [submission_of(each) for each in rows]
-            claimed = list(itertools.takewhile(lambda each: not each.attempts, found)) or found[:1]
-            self._db.executemany(
-                "UPDATE submissions SET claimed_by = ?, claimed_ms = ?, attempts = attempts + 1 WHERE sequence = ?",
-                [(auditor, now_ms, each.sequence) for each in claimed],
+    def scored_verdicts(self, node: bytes, version: int, after: int) -> list[ScoredVerdict]:
+        """The audited verdicts on what a node drew under a policy version, oldest first, after a sequence."""
+        rows = self._db.execute(
+            "SELECT sequence, digest, calibration, scores FROM verdicts WHERE audited AND node = ? AND epoch = ? "
+            "AND sequence > ? ORDER BY sequence",
+            (node, version, after),
+        )
+        return [
+            ScoredVerdict(
+                sequence, digest, calibration, () if raw is None else tuple(np.frombuffer(raw, "<f8").tolist())
             )
-            return claimed
-
-    def renew_claims(self, auditor: str, now_ms: int) -> None:
-        """An auditor begins its next batch: until then it was not stuck."""
-        with self.write():
-            self._db.execute("UPDATE submissions SET claimed_ms = ? WHERE claimed_by = ?", (now_ms, auditor))
-
-    def claimed_ms(self, auditor: str) -> int | None:
-        """When an auditor began what it is at work on; None: it has nothing."""
-        found: int | None = self._db.execute(
-            "SELECT MAX(claimed_ms) FROM submissions WHERE claimed_by = ?", (auditor,)
-        ).fetchone()[0]
-        return found
-
-    def finish_audit(self, sequence: int, audit: bytes, mu: np.ndarray[Any, np.dtype[np.float32]] | None) -> None:
-        with self.write():
-            self._db.execute(
-                "UPDATE submissions SET state = ?, audit = ?, mu = ?, judged_by = COALESCE(judged_by, claimed_by), "
-                "claimed_by = NULL "
-                "WHERE sequence = ? AND state = ?",
-                (
-                    SubmissionState.AUDITED, audit, None if mu is None else mu.astype("<f4").tobytes(), sequence,
-                    SubmissionState.AUDIT,
-                ),
-            )  # fmt: skip
-
-    def release_claims(self, auditor: str, *, died_of: str | None) -> int:
-        """Give back what an auditor had claimed that died of something, or that was told to end (None); how many."""
-        with self.write():
-            return self._db.execute(
-                "UPDATE submissions SET claimed_by = NULL, attempts = attempts - ?, "
-                "died_of = CASE WHEN ? IS NULL THEN died_of WHEN died_of IS NULL THEN ? ELSE died_of || '; ' || ? END "
-                "WHERE claimed_by = ? AND state = ?",
-                (int(died_of is None), died_of, died_of, died_of, auditor, SubmissionState.AUDIT),
-            ).rowcount
-
-    # --- re-audits (gateway) ---
-
-    def audited_refusal(self, digest: bytes, node: bytes) -> bool:
-        """Whether the newest verdict on a node's trace is a refusal after an audit."""
-        return self._newest_verdict(digest, node) == (SubmissionState.REFUSED, True)
-
-    def ask_reaudit(self, sequence: int) -> None:
-        """Send a refused trace to audit once more; auditors that died on it before do not count."""
-        with self.write():
-            self._db.execute(
-                "UPDATE submissions SET state = ?, reaudit = ?, attempts = 0, died_of = NULL WHERE sequence = ?",
-                (SubmissionState.AUDIT, Reaudit.WAITING, sequence),
-            )
-
-    def end_reaudit(self, sequence: int, *, may_ask_again: bool) -> None:
-        """The second audit could not judge: the trace stays refused."""
-        with self.write():
-            self._db.execute(
-                "UPDATE submissions SET state = ?, reaudit = ? WHERE sequence = ?",
-                (SubmissionState.REFUSED, None if may_ask_again else Reaudit.DONE, sequence),
-            )
-
-    def reaudits_waiting(self, of: str) -> int:
-        """Re-audits not answered yet of what this auditor judged."""
-        count: int = self._db.execute(
-            "SELECT COUNT(*) FROM submissions WHERE reaudit = ? AND state = ? AND judged_by = ?",
-            (Reaudit.WAITING, SubmissionState.AUDIT, of),
-        ).fetchone()[0]
-        return count
-
-    def waiting_audits(self) -> int:
-        count: int = self._db.execute(
-            "SELECT COUNT(*) FROM submissions WHERE state = ?", (SubmissionState.AUDIT,)
-        ).fetchone()[0]
-        return count
+            for sequence, digest, calibration, raw in rows
+        ]
 
     # --- the log (gateway); what is read of an epoch: ledger_log.py ---
 
@@ -774,159 +688,7 @@ class Ledger(LogOfRun, PairsOfLedger, NamedNodes, UseOfLedger, CareOfLedger):
         finally:
             self._db.execute("COMMIT")
 
-    # --- learning (learner) ---
-
-    def complete_groups(self) -> list[GroupOutcome]:
-        """What the complete groups earned, oldest first (by policy version, then age)."""
-        rows = self._db.execute(
-            "SELECT g.group_id, g.policy_version, s.reward "
-            f"FROM groups g CROSS JOIN {OF_GROUP} ON s.group_id = g.group_id "
-            "WHERE g.state = ? AND s.state = ? ORDER BY g.policy_version, g.created_ms, g.group_id, s.slot",
-            (GroupState.COMPLETE, SubmissionState.ACCEPTED),
-        )
-        grouped = itertools.groupby(rows, key=lambda row: (row[0], row[1]))
-        return [GroupOutcome(*key, tuple(row[2] for row in members)) for key, members in grouped]
-
-    def training_groups(self, group_ids: Sequence[bytes]) -> list[CompleteGroup]:
-        """Groups that are still complete, of those named, with their accepted traces, in the order named."""
-        found = []
-        for group_id in group_ids:
-            row = self._db.execute(
-                f"SELECT {GROUP_COLUMNS} FROM groups WHERE group_id = ? AND state = ?",
-                (group_id, GroupState.COMPLETE),
-            ).fetchone()
-            if row is not None:
-                found.append(CompleteGroup(group_of(row), self._training_traces(group_id)))
-        return found
-
-    def drawers(self, group_ids: Sequence[bytes]) -> dict[bytes, tuple[bytes, ...]]:
-        """Who drew the accepted completions of each of these groups, in the order named."""
-        found = {}
-        for group_id in group_ids:
-            rows = self._db.execute(
-                "SELECT node FROM submissions WHERE group_id = ? AND state = ? ORDER BY slot",
-                (group_id, SubmissionState.ACCEPTED),
-            )
-            found[group_id] = tuple(row[0] for row in rows)
-        return found
-
-    def _training_traces(self, group_id: bytes) -> tuple[TrainingTrace, ...]:
-        rows = self._db.execute(
-            "SELECT slot, node, digest, reward, trace, mu FROM submissions WHERE group_id = ? AND state = ? "
-            "ORDER BY slot",
-            (group_id, SubmissionState.ACCEPTED),
-        )
-        return tuple(
-            TrainingTrace(slot, node, digest, reward, trace, None if mu is None else np.frombuffer(mu, dtype="<f4"))
-            for slot, node, digest, reward, trace, mu in rows
-        )
-
-    def record_step(self, step: StepRow, root: bytes, taken: Iterable[bytes]) -> None:
-        """One learner step, atomically: its figures, the groups it used and the policy it made."""
-        with self.write():
-            values = tuple(getattr(step, name) for name in StepRow.__slots__)
-            self._db.execute(f"INSERT INTO steps VALUES ({', '.join('?' * len(values))})", values)
-            self._db.executemany(
-                "UPDATE groups SET state = ?, batch = ? WHERE group_id = ?",
-                [(GroupState.TAKEN, step.version, group_id) for group_id in taken],
-            )
-            self.add_policy(step.version, root, step.created_ms)
-
-    def steps(self, after: int = -1) -> list[StepRow]:
-        rows = self._db.execute("SELECT * FROM steps WHERE version > ? ORDER BY version", (after,))
-        return [StepRow(*row) for row in rows]
-
-    def record_evaluation(self, row: EvaluationRow) -> None:
-        with self.write():
-            values = tuple(getattr(row, name) for name in EvaluationRow.__slots__)
-            self._db.execute(f"INSERT OR REPLACE INTO evaluations VALUES ({', '.join('?' * len(values))})", values)
-
-    def evaluations(self, after: int = -1) -> list[EvaluationRow]:
-        rows = self._db.execute("SELECT * FROM evaluations WHERE version > ? ORDER BY version", (after,))
-        return [EvaluationRow(*row) for row in rows]
-
-    def is_evaluated(self, version: int) -> bool:
-        row = self._db.execute("SELECT 1 FROM evaluations WHERE version = ?", (version,)).fetchone()
-        return row is not None
-
-    # --- nodes and events ---
-
-    def see_node(self, node: bytes, now_ms: int, software: str, engine: str) -> None:
-        """A node said hello."""
-        with self.write():
-            self._db.execute(
-                "INSERT INTO nodes (node, first_seen_ms, last_seen_ms, software, engine, connected) "
-                "VALUES (?, ?, ?, ?, ?, 1) ON CONFLICT(node) DO UPDATE SET last_seen_ms = excluded.last_seen_ms, "
-                "software = excluded.software, engine = excluded.engine, connected = 1",
-                (node, now_ms, now_ms, software, engine),
-            )
-
-    def beat_node(
-        self,
-        node: bytes,
-        now_ms: int,
-        *,
-        policy_version: int | None,
-        tokens_per_second: float,
-        slots_busy: int,
-        slots_total: int,
-        slots_waiting: int,
-        cache_percent: int | None,
-        unsent: int,
-    ) -> None:
-        with self.write():
-            self._db.execute(
-                "UPDATE nodes SET last_seen_ms = ?, policy_version = ?, tokens_per_second = ?, slots_busy = ?, "
-                "slots_total = ?, slots_waiting = ?, cache_percent = ?, unsent = ?, connected = 1 WHERE node = ?",
-                (
-                    now_ms, policy_version, tokens_per_second, slots_busy, slots_total, slots_waiting, cache_percent,
-                    unsent, node,
-                ),
-            )  # fmt: skip
-
-    def lose_node(self, node: bytes | None = None) -> None:
-        """A node's session ended; None: all of them (the gateway starts)."""
-        with self.write():
-            self._db.execute(
-                "UPDATE nodes SET connected = 0, tokens_per_second = 0, slots_busy = 0, slots_waiting = 0, waits = '' "
-                "WHERE ? IS NULL OR node = ?",
-                (node, node),
-            )
-
-    def last_verdict(self) -> int:
-        """The sequence of the newest verdict; 0: there is none."""
-        row = self._db.execute("SELECT COALESCE(MAX(sequence), 0) FROM verdicts").fetchone()
-        return int(row[0])
-
-    def latest_audits(self, node: bytes, seen: int) -> list[bool]:
-        """The newest audits of a node that count for its standing (verify/standing.py), newest first, True where the
-        trace was accepted, from the verdicts up to the sequence `seen`."""
-        rows = self._db.execute(
-            "SELECT v.outcome FROM verdicts v WHERE v.node = ? AND v.audited AND v.outcome != ? AND v.sequence <= ? "
-            "AND NOT EXISTS (SELECT 1 FROM verdicts l WHERE l.digest = v.digest AND l.node = v.node "
-            "AND l.sequence > v.sequence AND l.sequence <= ?) ORDER BY v.sequence DESC LIMIT ?",
-            (node, SubmissionState.NOT_JUDGED, seen, seen, WINDOW),
-        )
-        return [row[0] == SubmissionState.ACCEPTED for row in rows]
-
-    def scored_verdicts(self, node: bytes, version: int, after: int) -> list[ScoredVerdict]:
-        """The audited verdicts on what a node drew under a policy version, oldest first, after a sequence."""
-        rows = self._db.execute(
-            "SELECT sequence, digest, calibration, scores FROM verdicts WHERE audited AND node = ? AND epoch = ? "
-            "AND sequence > ? ORDER BY sequence",
-            (node, version, after),
-        )
-        return [
-            ScoredVerdict(
-                sequence, digest, calibration, () if raw is None else tuple(np.frombuffer(raw, "<f8").tolist())
-            )
-            for sequence, digest, calibration, raw in rows
-        ]
-
-    def audit_record(self, node: bytes) -> tuple[int, int]:
-        """(audits passed, audits failed) of a node."""
-        row = self._db.execute("SELECT audits_passed, audits_failed FROM nodes WHERE node = ?", (node,)).fetchone()
-        return (0, 0) if row is None else (row[0], row[1])
+    # --- events ---
 
     def add_event(self, at_ms: int, kind: str, text: str) -> None:
         """A line for people: what happened and why. The newest 10,000 are kept."""

@@ -1,6 +1,6 @@
 """Which nodes a person names when a run is served: the home engine's, and those that are trusted until they lie.
 
-Not here: what trust changes (standing.py), where it is kept (ledger_named.py), the home engine itself (home.py).
+Not here: what trust changes (standing.py), where it is kept (ledger_nodes.py), the home engine itself (home.py).
 """
 
 from __future__ import annotations
