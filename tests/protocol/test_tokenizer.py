@@ -211,6 +211,18 @@ def test_a_template_that_only_asks_whether_there_is_a_clock_takes_its_fixed_date
     assert tokenizer.decode(tokenizer.prompt_ids((Message("user", "x"),))) == "2024"
 
 
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"])
+def test_folders_with_the_same_files_have_one_tokenizer(tmp_path: Path, name: str) -> None:
+    first = folder_with(tmp_path)
+    again = Path(shutil.copytree(first, tmp_path / "again"))
+    (again / "model.safetensors").write_bytes(b"another version's weights")
+    other = Path(shutil.copytree(first, tmp_path / "other"))
+    (other / name).write_text((first / name).read_text() + "\n")
+
+    assert PolicyTokenizer.load(again) is PolicyTokenizer.load(first)
+    assert PolicyTokenizer.load(other) is not PolicyTokenizer.load(first)
+
+
 # --- folders that are no policy ---
 
 
