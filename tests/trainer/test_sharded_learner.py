@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.errors import LocalError
 from tests.trainer.fabricate import Gateway, make_run, one_thread
 from tests.trainer.sharded_pair import SETTINGS, play
 from trainer import learner as learner_module
@@ -26,6 +29,7 @@ from trainer.learner import Learner
 from trainer.ledger import Ledger
 from trainer.ledger_rows import StepRow
 from trainer.rundir import open_run
+from trainer.sharding import ShardedPolicy
 from trainer.team import Team
 from verify.model import PolicyModel
 
@@ -194,3 +198,31 @@ def test_a_process_that_dies_in_a_pass_ends_the_other(work: Path, pair: object) 
 def test_rows_are_shared_as_torch_shares_them(count: int) -> None:
     parts = [*torch.arange(count).chunk(4), *[torch.empty(0)] * 4]
     assert [list(range(count))[Team(rank, 4).rows(count)] for rank in range(4)] == [x.tolist() for x in parts[:4]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda patch: patch.delattr(FSDPModule, "set_reduce_scatter_unused_params"),
+            "need FSDP as of torch 2.13",
+        ),
+        (lambda patch: patch.setattr(PolicyModel, "layers", lambda model: []), "names no layers of the model in"),
+        (lambda patch: add_weight(patch, torch.ones(())), "extra in .* is a single number, which has no rows"),
+        (lambda patch: add_weight(patch, torch.ones(2, dtype=torch.bfloat16)), "extra in .* stays torch.bfloat16"),
+    ],
+    ids=["old torch", "no layers", "a scalar", "another dtype"],
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_exchanged(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[pytest.MonkeyPatch], None], message: str
+) -> None:
+    spoil(monkeypatch)
+    with pytest.raises(LocalError, match=message + r".*: run one learner process \(learners = 1\)$"):
+        ShardedPolicy(EMBEDDED, "float32", "cpu", Team(0, 2))  # a team that nobody joined: an exchange would raise
+
+
+def add_weight(patch: pytest.MonkeyPatch, weight: torch.Tensor) -> None:
+    """As of a model that has one the embedded policy has not."""
+    load = PolicyModel.parameters
+    extra = {"extra": torch.nn.Parameter(weight)}
+    patch.setattr(PolicyModel, "parameters", lambda model: load(model) | extra)
