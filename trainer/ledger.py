@@ -60,6 +60,8 @@ from trainer.ledger_rows import (
 from trainer.ledger_use import UseOfLedger
 
 ARRIVALS_KEPT = 256  # versions of which it is known when nodes got them
+EVENTS_KEPT = 2_000
+EVENTS_BETWEEN = 100  # events, from one time that old ones are removed to the next
 BUSY_SECONDS = 30  # how long a writer waits for another process' transaction
 
 
@@ -691,12 +693,17 @@ class Ledger(AuditsOfLedger, LearningOfLedger, LogOfRun, NodesOfLedger, PairsOfL
     # --- events ---
 
     def add_event(self, at_ms: int, kind: str, text: str) -> None:
-        """A line for people: what happened and why. The newest 10,000 are kept."""
+        """A line for people: what happened and why. The newest EVENTS_KEPT of each kind are kept, and up to
+        EVENTS_BETWEEN more of any: a node that makes one with every trace cannot push an alarm out."""
         with self.write():
             cursor = self._db.execute(
                 "INSERT INTO events (at_ms, kind, text) VALUES (?, ?, ?)", (at_ms, kind, text[:1000])
             )
-            self._db.execute("DELETE FROM events WHERE id <= ?", ((cursor.lastrowid or 0) - 10_000,))
+            if (cursor.lastrowid or 0) % EVENTS_BETWEEN == 0:
+                numbered = "SELECT id, ROW_NUMBER() OVER (PARTITION BY kind ORDER BY id DESC) AS age FROM events"
+                self._db.execute(
+                    f"DELETE FROM events WHERE id IN (SELECT id FROM ({numbered}) WHERE age > ?)", (EVENTS_KEPT,)
+                )
 
     # --- views for people (page, status) ---
 

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import StorageError, UsageError
 from trainer import summary, view
-from trainer.ledger import Ledger
+from trainer.ledger import EVENTS_BETWEEN, EVENTS_KEPT, Ledger
 from trainer.ledger_rows import (
     SCHEMA_VERSION,
     GroupRow,
@@ -249,6 +249,16 @@ def test_a_part_that_raises_is_undone_alone(ledger: Ledger) -> None:
             raise ZeroDivisionError
         ledger.add_event(1, "kept", "after")
     assert [row["text"] for row in ledger.view("SELECT text FROM events")] == ["before", "after"]
+
+
+def test_many_events_of_one_kind_push_out_none_of_another(ledger: Ledger) -> None:
+    ledger.add_event(1, "alarm", "KL")
+    with ledger.write():
+        for number in range(EVENTS_KEPT + 5 * EVENTS_BETWEEN):
+            ledger.add_event(2, "audit", str(number))
+    kept = [row["text"] for row in ledger.view("SELECT text FROM events ORDER BY id")]
+    assert kept[0] == "KL" and kept[-1] == str(EVENTS_KEPT + 5 * EVENTS_BETWEEN - 1)
+    assert EVENTS_KEPT < len(kept) <= EVENTS_KEPT + EVENTS_BETWEEN
 
 
 def test_a_transaction_that_raises_leaves_nothing(ledger: Ledger) -> None:
