@@ -1,5 +1,5 @@
 """Files that a command writes because a person named them: looked at before the work, written whole or not at all,
-and what is said when they cannot be.
+and what is said when they cannot be; and words of strangers, made fit for a terminal.
 
 Not here: what a node (node/store.py) and a run (trainer/) keep for themselves.
 """
@@ -23,6 +23,14 @@ _CHOSEN: Final = frozenset(
         errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY, errno.ENXIO, errno.EINVAL,
     }
 )  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with all that is not printable escaped: what a stranger wrote cannot drive a terminal."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
 
 
 def cause(error: Exception) -> str:

@@ -49,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"rlverify: {error}", file=sys.stderr)
+    from protocol.outputs import printable
+
+    print(f"rlverify: {printable(str(error))}", file=sys.stderr)
     return code
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 from protocol import identity
 from protocol.environments.tokenizer import PolicyTokenizer
+from protocol.outputs import printable
 from protocol.trace import SpanKind
 from verify.files import Evidence, receipt_fits, verdict_fits
 from verify.reading import Reading, WorstToken, strip, strip_legend
@@ -104,7 +105,7 @@ def print_trace(
         ("tokens", f"{len(trace.tokens)}, of which {len(trace.logprobs)} generated; {len(trace.proofs)} proofs"),
         ("proofs", "one each 32 generated tokens" if _count_fits(evidence) else "a wrong number"),
     ):
-        facts.add_row(Text(label, style="bold"), Text(_escaped(value)))
+        facts.add_row(Text(label, style="bold"), Text(printable(value)))
     console.print(facts)
     tokenizer = None if policy is None else PolicyTokenizer.load(policy)
     _print_ids(console, "prompt", "cyan", lease.prompt, tokenizer, whole)
@@ -179,7 +180,7 @@ def _print_reading(console: Any, reading: Reading | str | None, tokenizer: Polic
         console.print("margins and proofs are not recomputed: give --recompute with --policy", style="dim")
         return
     if isinstance(reading, str):
-        console.print(Text(f"not recomputed: {_escaped(reading)}", style="yellow"))
+        console.print(Text(f"not recomputed: {printable(reading)}", style="yellow"))
         return
     differing = sum(margin > 0 for margin in reading.margins)
     console.print(Text(f"{'':>10}  {strip_legend()}", style="dim"))
@@ -239,14 +240,7 @@ def _text(tokenizer: PolicyTokenizer | None, ids: tuple[int, ...]) -> str | None
     """The text of ids with everything but printable characters escaped."""
     if tokenizer is None:
         return None
-    return _escaped(tokenizer.decode(ids))
-
-
-def _escaped(text: str) -> str:
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+    return printable(tokenizer.decode(ids))
 
 
 def _count_fits(evidence: Evidence) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from protocol import codec, identity
 from protocol.calibration import Calibration, Limits, Pair, Sample
 from protocol.limits import NODE_EVIDENCE_NATS, PROOF_CHUNK_TOKENS
+from protocol.outputs import printable
 from protocol.verdict import Check, CheckOutcome, Fingerprint, Outcome, Reason, Verdict
 from verify.finding import first_failure
 
@@ -147,20 +148,21 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
             continue
         outcome = Text(check.outcome.lower(), style=styles[check.outcome])
         span = "" if check.start is None else f"{check.start}:{check.end}"
-        table.add_row(check.name, outcome, _number(check.value), _number(check.limit), span, Text(check.detail))
+        detail = Text(printable(check.detail))
+        table.add_row(check.name, outcome, _number(check.value), _number(check.limit), span, detail)
     console = Console(highlight=False, markup=False)
     console.print(table)
     for cause, names in _by_reason(skips):
-        console.print(f"not run, {cause}: {', '.join(names)}", style="dim")
+        console.print(f"not run, {printable(cause)}: {', '.join(names)}", style="dim")
     colour = {Outcome.ACCEPTED: "green", Outcome.REFUSED: "red", Outcome.NOT_JUDGED: "yellow"}[ours.outcome]
-    reason = f" ({ours.reason}{': ' + ours.detail if ours.detail else ''})" if ours.reason else ""
+    reason = f" ({ours.reason}{': ' + printable(ours.detail) if ours.detail else ''})" if ours.reason else ""
     audited = "" if ours.audited or ours.outcome is not Outcome.ACCEPTED else " by the checks that need no model"
     console.print(
         Text(str(ours.outcome), style=f"bold {colour}").append(f"{audited}{reason}", style="not bold default")
     )
     console.print(f"node {identity.peer_id(node)}", soft_wrap=True)
     for note in notes:
-        console.print(f"worth knowing: {note}", style="yellow", soft_wrap=True)
+        console.print(f"worth knowing: {printable(note)}", style="yellow", soft_wrap=True)
     if theirs is not None:
         why = disagreement(ours, digest, theirs)
         said = _said(theirs)
@@ -171,8 +173,9 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
 def print_calibration(calibration: Calibration) -> None:
     """What was measured, and what follows from it."""
     pair, sample, limits = calibration.pair, calibration.sample, calibration.limits
-    print(f"pair     {pair.worker_engine} {pair.worker_dtype} {pair.worker_device}, recomputed by", end=" ")
-    print(f"{pair.verifier_engine} {pair.verifier_dtype} {pair.verifier_device}")
+    worker = f"{pair.worker_engine} {pair.worker_dtype} {pair.worker_device}"
+    verifier = f"{pair.verifier_engine} {pair.verifier_dtype} {pair.verifier_device}"
+    print(f"pair     {printable(worker)}, recomputed by {printable(verifier)}")
     print(f"policy   version {calibration.policy_version}, root {calibration.policy_root.hex()[:16]}…")
     print(f"sample   {sample.traces} traces, {sample.tokens} tokens, {sample.chunks} chunks; ", end="")
     print(f"{sample.mismatches} tokens with a margin above 0, logits' error {sample.sigma:.3g}")

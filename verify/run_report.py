@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from protocol import identity
+from protocol.outputs import printable
 from verify.run_audit import Report
 
 SHOWN: Final = 20  # disagreements printed; --json lists more
@@ -77,9 +78,10 @@ def print_report(report: Report) -> None:
     console.print(table)
     for title, counts in (("not checked", report.undecided), ("worth knowing", report.notes)):
         for what, count in _above_zero(counts).items():
-            console.print(f"{title}: {count:,} {what}", style="dim", soft_wrap=True)
+            console.print(f"{title}: {count:,} {printable(what)}", style="dim", soft_wrap=True)
     for each in report.disagreements[:SHOWN]:
-        line = Text("disagrees ", style="bold red").append(f"{each.where}: {each.what}", style="not bold default")
+        said = printable(f"{each.where}: {each.what}")
+        line = Text("disagrees ", style="bold red").append(said, style="not bold default")
         console.print(line, soft_wrap=True)
     if report.disagreeing > SHOWN:
         console.print(f"… and {report.disagreeing - SHOWN:,} more (--json lists up to {len(report.disagreements):,})")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import StorageError, UsageError
-from protocol.outputs import cause, check_target, unwritable, write_whole
+from protocol.outputs import cause, check_target, printable, unwritable, write_whole
 
 not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
@@ -76,3 +76,9 @@ def test_what_is_said_of_an_error_has_no_number_and_is_never_none() -> None:
 def test_of_a_folder_that_could_not_be_copied_one_file_is_named() -> None:
     rows = [(f"from/{n}", f"to/{n}", f"[Errno 28] No space left on device: 'to/{n}'") for n in range(99)]
     assert cause(shutil.Error(rows)) == "No space left on device: 'to/0'"
+
+
+def test_what_a_stranger_wrote_stays_on_its_line_and_drives_no_terminal() -> None:
+    said = "\x1b[31mEVIL\x1b[0m\nsecond\rline\u202e \udcff\x9b"
+    assert printable(said) == r"\x1b[31mEVIL\x1b[0m\nsecond\rline\u202e \udcff\x9b"
+    assert printable("Läufe 走 'x' \\n …") == "Läufe 走 'x' \\n …"
