@@ -144,7 +144,7 @@ class Rejudge:
     ) -> Iterator[Case]:
         """Those to recompute: they passed the cheap checks and were chosen. The others are compared here."""
         verdicts = opened.newest()
-        held = _objects(opened.log)
+        held = _objects(report.signed_genesis, opened.log)
         for receipt in judged:
             where = f"{opened.name}, trace {receipt.trace_digest.hex()[:16]}…"
             verdict = verdicts[receipt.trace_digest, receipt.node]
@@ -152,6 +152,9 @@ class Rejudge:
             lease = opened.leases.get(receipt.lease_id)
             if file is None or lease is None:
                 continue
+            # What a file carries beside the trace is not used here, but by whoever takes the file alone.
+            for what in _strange(file, receipt, held):
+                report.add(8, where, what)
             try:
                 trace = codec.decode(Trace, file.trace.payload, most=MAX_TRACE_BYTES)
                 cheap = cheap_checks(
@@ -165,9 +168,6 @@ class Rejudge:
                 report.undecided[f"traces whose task does not replay here ({error})"] += 1
                 continue
             report.counts["traces replayed"] += 1
-            # What a file carries beside the trace is not used here, but by whoever takes the file alone.
-            for name in _strange(file, held):
-                report.add(8, where, f"the {name} in its file is none of this epoch")
             calibration = None if verdict.calibration is None else opened.calibrations.get(verdict.calibration)
             why = None if calibration is None else misfit(calibration, trace, report.run)
             if why is not None:
@@ -202,9 +202,10 @@ class Rejudge:
         return self._environments[key]
 
 
-def _objects(log: EpochLog) -> dict[str, set[Signed]]:
+def _objects(genesis: Signed, log: EpochLog) -> dict[str, set[Signed]]:
     """What a trace file may carry, by the name it has there."""
     return {
+        "genesis": {genesis},
         "lease": set(log.leases),
         "receipt": {each.receipt for each in log.submissions},
         "verdict": {each.verdict for each in log.verdicts},
@@ -212,9 +213,32 @@ def _objects(log: EpochLog) -> dict[str, set[Signed]]:
     }
 
 
-def _strange(file: TraceFile, held: dict[str, set[Signed]]) -> list[str]:
-    copies = {name: getattr(file, name) for name in held}
-    return [name for name, copy in copies.items() if copy is not None and copy not in held[name]]
+def _strange(file: TraceFile, receipt: Receipt, held: dict[str, set[Signed]]) -> Iterator[str]:
+    """What of a file is not what the log has on the trace that `receipt` is of."""
+    for name, known in held.items():
+        copy = getattr(file, name)
+        if copy is None:
+            continue
+        if copy not in known:
+            yield f"the {name} in its file is none of {'this run' if name == 'genesis' else 'this epoch'}"
+        elif not _is_of(name, copy, receipt, file.verdict):
+            yield f"the {name} in its file is another trace's"
+
+
+def _is_of(name: str, copy: Signed, receipt: Receipt, verdict: Signed | None) -> bool:
+    """Whether an object of the log is of this trace. One that does not decode is named in step 1."""
+    try:
+        if name == "lease":
+            return codec.decode(Lease, copy.payload).lease_id == receipt.lease_id
+        if name == "receipt":
+            return codec.decode(Receipt, copy.payload).trace_digest == receipt.trace_digest
+        if name == "verdict":
+            return codec.decode(Verdict, copy.payload).trace_digest == receipt.trace_digest
+        if name == "calibration" and verdict is not None:
+            return codec.decode(Verdict, verdict.payload).calibration == copy.digest
+    except DecodeError:
+        pass
+    return True
 
 
 class _Model:

@@ -55,6 +55,7 @@ class Report:
     """What was checked, and what does not hold. Counts by name, in the order of the steps."""
 
     genesis: Genesis
+    signed_genesis: Signed
     run: bytes
     epochs: int = 0
     sealed: int = 0
@@ -112,7 +113,7 @@ class Opened:
 def audit_run(source: Source, rejudge: Rejudge) -> Report:
     """Check the log of a source. Raises UsageError when it is no log, or changed while it was read."""
     index = read_index(source)
-    audit = RunAudit(*_open_genesis(source, index.run), rejudge)
+    audit = RunAudit(_read_genesis(source, index.run), rejudge)
     last = max(index.epochs - 1, source.highest_epoch())
     lost = dict(index.passed_over)
     absent = version = 0
@@ -134,25 +135,28 @@ def audit_run(source: Source, rejudge: Rejudge) -> Report:
     return report
 
 
-def _open_genesis(source: Source, run: str) -> tuple[Genesis, bytes]:
+def _read_genesis(source: Source, run: str) -> Signed:
+    """That opens. Raises UsageError."""
     data = source.read("genesis.msgpack", MAX_GENESIS_BYTES)
     if data is None:
         raise UsageError("there is no genesis.msgpack: this is not the log of a run")
     try:
         signed = codec.decode(Signed, data)
-        genesis = open_genesis(signed, run=run_id(signed))
+        open_genesis(signed, run=run_id(signed))
     except RemoteError as error:
         raise UsageError(f"genesis.msgpack is not the genesis of a run: {error} [{error.code}]") from None
     if run_id(signed).hex() != run:
         raise UsageError(f"genesis.msgpack is of run {run_id(signed).hex()[:16]}…, log.json of {run[:16]}…")
-    return genesis, run_id(signed)
+    return signed
 
 
 class RunAudit:
     """The steps of SPEC 10.9, epoch by epoch in order of version, then `finish`."""
 
-    def __init__(self, genesis: Genesis, run: bytes, rejudge: Rejudge) -> None:
-        self.report = Report(genesis, run)
+    def __init__(self, signed: Signed, rejudge: Rejudge) -> None:
+        run = run_id(signed)
+        genesis = open_genesis(signed, run=run)
+        self.report = Report(genesis, signed, run)
         self._genesis = genesis
         self._run = run
         self._rejudge = rejudge

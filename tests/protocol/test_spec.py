@@ -30,6 +30,7 @@ from protocol import (
     verdict,
 )
 from protocol import command as endings
+from protocol.envelope import Signed
 from protocol.errors import Code
 from trainer import cli as trainer_cli
 from verify import check, cli, controls, controls_report, files, inspect, report, run_audit, run_report, thresholds
@@ -296,7 +297,7 @@ def test_the_json_of_controls_has_the_keys_that_the_spec_lists() -> None:
 
 def test_the_json_of_an_audit_of_a_log_has_the_keys_that_the_spec_lists() -> None:
     genesis = run.Genesis("run", bytes(32), 0, (run.EnvironmentShare("tools8@1", "", 1),), bytes(32), bytes(32))
-    found = run_audit.Report(genesis, bytes(32))
+    found = run_audit.Report(genesis, Signed(b"\0", bytes(32), bytes(64)), bytes(32))
     found.add(1, "epoch 0", "is missing")
     of_audit = SPEC.split("\n    rlverify audit ")[1].split("\n## 15 ")[0]
     listed = [row[0].strip("`") for row in rows(of_audit.split("| key | value |")[1], 2)]

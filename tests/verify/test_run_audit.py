@@ -22,6 +22,8 @@ from protocol import codec
 from protocol.envelope import seal
 from protocol.errors import UsageError
 from protocol.lease import Lease
+from protocol.run import Genesis
+from protocol.trace import TraceFile
 from protocol.verdict import CheckOutcome, Outcome, Reason
 from tests.verify import small_log
 from tests.verify.small_log import LIAR, SOMEONE, TRAINER, VALUES, SmallLog
@@ -356,6 +358,66 @@ def test_what_a_trace_file_carries_beside_its_trace_is_of_the_log(log: SmallLog,
     report = audit_run(source, Rejudge(source, None, 0, "cpu"))
     assert said(report) == [f"8 epoch 0, trace {digest.hex()[:16]}…: the receipt in its file is none of this epoch"]
     assert report.counts["policies"] == 3
+
+
+def spoiled(log: SmallLog, change: Callable[[SmallLog, TraceFile], TraceFile], folder: Path) -> list[str]:
+    """What is said of a trace whose file was changed."""
+    digest = log.receipt(0, 2).trace_digest
+    log.traces[digest] = change(log, log.traces[digest])
+    found = said(audited(log, folder, traces=True, sample=0))
+    where = f"8 epoch 0, trace {digest.hex()[:16]}…: "
+    assert all(line.startswith(where) for line in found), found
+    return [line.removeprefix(where) for line in found]
+
+
+def another_genesis(log: SmallLog, file: TraceFile) -> TraceFile:
+    """Of another run and trainer, well signed."""
+    genesis = codec.decode(Genesis, file.genesis.payload)
+    return replace(file, genesis=seal(SOMEONE, replace(genesis, trainer=SOMEONE.node)))
+
+
+def genesis_signature(log: SmallLog, file: TraceFile) -> TraceFile:
+    signature = bytes([file.genesis.signature[0] ^ 1]) + file.genesis.signature[1:]
+    return replace(file, genesis=replace(file.genesis, signature=signature))
+
+
+def exchanged(name: str) -> Callable[[SmallLog, TraceFile], TraceFile]:
+    """What the same epoch has on another trace."""
+
+    def change(log: SmallLog, file: TraceFile) -> TraceFile:
+        return replace(file, **{name: getattr(log.traces[log.receipt(0, 9).trace_digest], name)})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (another_genesis, "the genesis in its file is none of this run"),
+        (genesis_signature, "the genesis in its file is none of this run"),
+        (exchanged("lease"), "the lease in its file is another trace's"),
+        (exchanged("receipt"), "the receipt in its file is another trace's"),
+        (exchanged("verdict"), "the verdict in its file is another trace's"),
+    ],
+)
+def test_what_makes_a_trace_file_unusable_alone_is_found_in_the_log(
+    log: SmallLog, tmp_path: Path, change: Callable[[SmallLog, TraceFile], TraceFile], told: str
+) -> None:
+    assert spoiled(log, change, tmp_path) == [told]
+
+
+def test_a_byte_changed_anywhere_in_a_traces_file_is_named(log: SmallLog, tmp_path: Path) -> None:
+    folder = log.write(tmp_path / "log", traces=True)
+    dice = random.Random(7)
+    files = sorted((folder / "traces").glob("*.msgpack"))
+    for number, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        places = len(codec.encode(log.traces[bytes.fromhex(path.stem)].genesis)) if number % 2 else len(data)
+        data[dice.randrange(places)] ^= 1 << dice.randrange(8)
+        path.write_bytes(data)
+    source = FolderSource(folder)
+    found = said(audit_run(source, Rejudge(source, None, 0, "cpu")))
+    assert [path.stem for path in files if not any(f"trace {path.stem[:16]}…" in line for line in found)] == []
 
 
 # --- what is no log ---
