@@ -27,6 +27,9 @@ _MAX_HEADER_BYTES = 100 * 1024 * 1024
 
 DELTA_CODEC: Final = "ULPD1"
 
+_WHAT: Final = "a policy is a Hugging Face model folder, of weights, config.json and tokenizer.json"
+_MAKE: Final = "save the model and its fast tokenizer there (`model.save_pretrained`, `tokenizer.save_pretrained`)"
+
 
 @dataclass(frozen=True, slots=True)
 class Blob:
@@ -134,7 +137,7 @@ def policy_files(folder: Path) -> tuple[Path, ...]:
     holds pickled weights.
     """
     if not folder.is_dir():
-        raise PolicyError(f"{folder} is not a folder: a policy is a Hugging Face model folder")
+        raise PolicyError(f"{folder} is not a folder: {_WHAT}")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     chosen = [name for name in names if _FILE_NAME.fullmatch(name) and name.endswith(_SUFFIXES)]
     weights = [name for name in chosen if name.endswith(".safetensors")]
@@ -145,13 +148,10 @@ def policy_files(folder: Path) -> tuple[Path, ...]:
                 f"{folder / pickled[0]} is a pickle, which runs code when loaded: convert it with "
                 "`model.save_pretrained(folder, safe_serialization=True)`"
             )
-        raise PolicyError(f"{folder} has no .safetensors file")
+        raise PolicyError(f"{folder} has no .safetensors file: {_WHAT}; {_MAKE}")
     for needed in ("config.json", "tokenizer.json"):
         if needed not in chosen:
-            raise PolicyError(
-                f"{folder} has no {needed}: save the model and its fast tokenizer there "
-                "(`model.save_pretrained`, `tokenizer.save_pretrained`)"
-            )
+            raise PolicyError(f"{folder} has no {needed}: {_MAKE}")
     return tuple(folder / name for name in chosen)
 
 
@@ -163,16 +163,20 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _place(name: str, entry: dict[str, Any], start: int) -> TensorPlace:
-    """Raises KeyError, TypeError, AttributeError or ValueError when the header's entry is not one."""
-    name.encode()  # ValueError for a lone surrogate, which has no UTF-8 form
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    dtype = entry["dtype"]
-    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
-        raise ValueError(f"tensor {name[:80]}")
+    """Raises ValueError, in words for people, when the header's entry is not one."""
+    try:
+        name.encode()  # a lone surrogate has no UTF-8 form
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        dtype = entry["dtype"]
+        dtype.encode()
+        if any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+            raise ValueError
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(f"{name[:80]!r} is no tensor with dtype, shape and data_offsets") from None
     # SPEC 8.3.2: what does not fit a TensorLeaf cannot be named by a root.
     if len(name) > limits.MAX_TEXT_CHARACTERS or len(dtype) > 16 or len(shape) > 16 or any(n >= 2**64 for n in shape):
-        raise ValueError(f"tensor {name[:80]} has a name, type or shape that is too long")
+        raise ValueError(f"tensor {name[:80]!r} has a name, type or shape that is too long")
     return TensorPlace(name, dtype, shape, start + begin, start + end)
 
 
@@ -195,11 +199,13 @@ def read_safetensors(path: Path) -> tuple[TensorPlace, ...]:
         table = json.loads(header[8:], object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise PolicyError(f"{path}: the safetensors header is not plain JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise PolicyError(f"{path}: the safetensors header is not a JSON object: {_MAKE}")
     start = len(header)
     try:
         places = [_place(name, entry, start) for name, entry in table.items() if name != "__metadata__"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PolicyError(f"{path}: the safetensors header is malformed ({error!r})") from None
+    except ValueError as error:
+        raise PolicyError(f"{path}: the safetensors header is malformed: {error}: {_MAKE}") from None
     expected = start
     for place in sorted(places, key=lambda each: each.begin):
         if place.begin != expected or place.end < place.begin:

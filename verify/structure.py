@@ -13,6 +13,7 @@ from pathlib import Path
 
 from protocol.errors import PolicyError
 from protocol.lease import Lease
+from protocol.outputs import cause
 from protocol.trace import SpanKind, Trace
 from protocol.verdict import Reason
 from verify.finding import Finding, passed
@@ -36,10 +37,15 @@ def policy_shape(folder: Path) -> PolicyShape:
         text = config.get("text_config", config)
         sizes = int(text["vocab_size"]), int(text["hidden_size"])
         if min(sizes) < 1:
-            raise ValueError(f"sizes {sizes} are not positive")
+            raise ValueError
         return PolicyShape(*sizes)
-    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError) as error:
-        raise PolicyError(f"{path} does not give vocab_size and hidden_size ({error!r})") from None
+    except OSError as error:
+        raise PolicyError(f"{path} cannot be read: {cause(error)}: save the model there again") from None
+    except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RecursionError):
+        raise PolicyError(
+            f"{path} does not give vocab_size and hidden_size as whole numbers above 0: it is no config.json of a "
+            "language model; save the model there again (`model.save_pretrained`)"
+        ) from None
 
 
 def structure_findings(trace: Trace, lease: Lease, shape: PolicyShape) -> Iterator[Finding]:

@@ -118,7 +118,8 @@ def test_a_trainer_does_not_serve_a_run_of_someone_else(run: Path) -> None:
         ("tokenizer.json", "has no tokenizer.json: save the model and its fast tokenizer there"),
         ("chat_template.jinja", "no chat_template"),
         ("config.json", "no config.json"),
-        ("model.safetensors", "no .safetensors file"),
+        ("model.safetensors", "no .safetensors file: a policy is a Hugging Face model folder"),
+        ("model.safetensors", "save the model and its fast tokenizer there (`model.save_pretrained`"),
     ],
 )
 def test_no_run_is_made_of_a_policy_that_lacks_a_part(tmp_path: Path, missing: str, told: str) -> None:

@@ -216,3 +216,14 @@ def test_a_name_with_path_characters_is_refused(name: str) -> None:
 
     with pytest.raises(DecodeError, match="cannot be a file of a policy"):
         check_manifest(Manifest(bytes(32), 0, bytes(32), (file,), 0, 1))
+
+
+@pytest.mark.parametrize(
+    "entry", ['{"x": null}', '{"x": {}}', '{"x": {"dtype": 1, "shape": [], "data_offsets": [0, 0]}}', '{"x": 3}', "[]"]
+)
+def test_a_header_that_is_none_is_told_in_words_and_not_as_pythons_exception(folder: Path, entry: str) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(len(entry).to_bytes(8, "little") + entry.encode())
+    with pytest.raises(PolicyError, match=r"'x' is no tensor with dtype, shape and data_offsets|JSON object") as told:
+        policy_root(folder)
+    assert "Error" not in str(told.value) and "save the model and its fast tokenizer there" in str(told.value)
