@@ -36,6 +36,8 @@ DEAR = ("margins", "margin score", "logprobs", "proofs", "proof score", "node")
 
 NO_CALIBRATION: Final = "no calibration for this pair of engines"
 NEEDS_LOG: Final = "needs the run's log"
+NOT_DRAWN: Final = "not drawn for audit"
+NO_MODEL: Final = "--no-model was given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +154,9 @@ def with_node(
     return tuple(found if check.name == "node" else check for check in checks)
 
 
-def unaudited() -> tuple[Check, ...]:
-    """DEAR for a trace that was not drawn for audit."""
-    return tuple(skipped(name, "not drawn for audit") for name in DEAR)
+def unaudited(why: str = NOT_DRAWN) -> tuple[Check, ...]:
+    """DEAR for a trace that no model was run for."""
+    return tuple(skipped(name, why) for name in DEAR)
 
 
 def not_reached() -> tuple[Check, ...]:

@@ -9,8 +9,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from protocol.limits import MAX_LOG_ITEMS, MAX_TRACE_TOKENS
+
+_MOST_TRACES: Final = 10_000  # drawn here: hours of work
 
 _ENDINGS = "  130, 141  interrupted by Ctrl-C, or whoever read the output went away (`| head`): nothing is implied\n"
 
@@ -151,13 +156,23 @@ def _add_controls(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--policy", type=Path, required=True, help="folder of the policy")
     add("--dtype", default="float32", help="in which the node computes: float32 (default) or bfloat16")
     add("--verifier-dtype", action="append", help="in which the auditor recomputes (default: the node's); repeatable")
-    add("--traces", type=int, default=32, help="traces an attack begins from (default 32)")
-    add("--honest", type=int, default=0, help="honest traces to judge, where more than --traces")
-    add("--calibration", type=int, default=32, help="traces to calibrate by; 0: the fixed limits, without scores")
-    add("--tokens", type=int, default=64, help="tokens of a trace, about (default 64); 0: the tasks as they are")
+    add("--traces", type=_within(1, _MOST_TRACES), default=32, help="traces an attack begins from (default 32)")
+    add("--honest", type=_within(0, _MOST_TRACES), default=0, help="honest traces to judge, where more than --traces")
+    add(
+        "--calibration", type=_within(0, _MOST_TRACES), default=32,
+        help="traces to calibrate by; 0: the fixed limits, without scores",
+    )  # fmt: skip
+    add(
+        "--tokens",
+        type=_within(0, MAX_TRACE_TOKENS),
+        default=64,
+        help="tokens of a trace, about (default 64); 0: the tasks as they are",
+    )
     add("--environment", help="draw its tasks, one after the other (default: a writing task)")
     add("--only", action="append", default=[], help="run this control alone; repeatable")
-    add("--seed", type=int, default=0, help="of the throw-away keys, and so of every draw (default 0)")
+    add(
+        "--seed", type=_within(0, 2**32 - 1), default=0, help="of the throw-away keys, and so of every draw (default 0)"
+    )
     add("--json", action="store_true", help="print one JSON object (SPEC 14)")
     add("--html", type=Path, help="write a page with the distributions drawn")
     controls.set_defaults(command=_controls)
@@ -215,8 +230,8 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--worker-dtype", required=True, help="in which nodes compute: float32 or bfloat16")
     add("--verifier-dtype", required=True, help="in which auditors recompute: float32 or bfloat16")
     add("--traces", type=Path, help="folder of trace files of trusted nodes, instead of drawing here")
-    add("--traces-count", type=int, default=32, help="episodes drawn here (default 32)")
-    add("--tokens", type=int, default=64, help="tokens of a turn drawn here (default 64)")
+    add("--traces-count", type=_within(1, _MOST_TRACES), default=32, help="episodes drawn here (default 32)")
+    add("--tokens", type=_within(1, MAX_TRACE_TOKENS), default=64, help="tokens of a turn drawn here (default 64)")
     add("--environment", default="tools8@1", help="whose tasks are drawn here (default tools8@1)")
     add("--parameters", default="", help="the environment's own text")
     add("--worker-engine", default="transformers", help="the engine that drawing here stands for")
@@ -295,7 +310,7 @@ def _add_audit(commands: Any) -> None:
     audit.add_argument("--policies", type=Path, help="folder of policy folders named by version (default: the log's)")
     which = audit.add_mutually_exclusive_group()
     which.add_argument(
-        "--sample", type=_count, default=16, metavar="N",
+        "--sample", type=_within(0, MAX_LOG_ITEMS), default=16, metavar="N",
         help="recompute N traces of each epoch by the model, drawn at random (default 16)",
     )  # fmt: skip
     which.add_argument("--all", action="store_true", help="recompute every trace that is there")
@@ -304,10 +319,15 @@ def _add_audit(commands: Any) -> None:
     audit.set_defaults(command=_audit)
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 0")
-    return int(text)
+def _within(least: int, most: int) -> Callable[[str], int]:
+    """An argument's type: a whole number of that range."""
+
+    def number(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or len(text) > 20 or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"'{text[:40]}' is not a whole number from {least} to {most:,}")
+        return int(text)
+
+    return number
 
 
 def _audit(options: argparse.Namespace) -> int:

@@ -73,7 +73,7 @@ def read_evidence(path: Path) -> Evidence:
 def with_verdict(evidence: Evidence, path: Path) -> Evidence:
     """The evidence with the trainer's verdict from a file of its own, a Signed Verdict, in place of any it holds.
 
-    Raises UsageError when it is unreadable, or signed by another key than the run's trainer's.
+    Raises UsageError when it is unreadable, signed by another key than the run's trainer's, or on another trace.
     """
     signed = _signed(path, "a verdict", _VERDICT)
     try:
@@ -81,6 +81,12 @@ def with_verdict(evidence: Evidence, path: Path) -> Evidence:
         check_verdict(verdict)
     except RemoteError as error:
         raise UsageError(f"{path} is no verdict of this run's trainer: {error} [{error.code}]: {_VERDICT}") from None
+    digest = evidence.signed_trace.digest
+    if verdict.trace_digest != digest:
+        raise UsageError(
+            f"{path} is the verdict on another trace, {verdict.trace_digest.hex()[:16]}…; the trace given is "
+            f"{digest.hex()[:16]}…: give the verdict that `rltrainer export-trace --verdict` wrote with it"
+        )
     held = evidence.calibration
     if held is not None and verdict.calibration != held.digest:
         held = None

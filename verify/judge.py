@@ -19,7 +19,7 @@ from protocol.errors import EngineError, EnvironmentFault, LocalError
 from protocol.lease import Lease
 from protocol.trace import Trace
 from protocol.verdict import Check, Fingerprint, Outcome, Reason, outcome_of
-from verify.check import NO_CALIBRATION, audit_checks, cheap_checks, not_reached, unaudited
+from verify.check import NO_CALIBRATION, NO_MODEL, audit_checks, cheap_checks, not_reached, unaudited
 from verify.evidence import Recomputed
 from verify.files import Evidence, receipt_fits
 from verify.finding import first_failure
@@ -92,7 +92,7 @@ def judge(evidence: Evidence, policy: Path, *, device: str = "cpu", with_model: 
     if cheap.reason is not None:
         return _judged(cheap.checks + not_reached(), audited=False, reward=None, verifier=None)
     if not with_model:
-        return _judged(cheap.checks + unaudited(), audited=False, reward=cheap.reward, verifier=None)
+        return _judged(cheap.checks + unaudited(NO_MODEL), audited=False, reward=cheap.reward, verifier=None)
     from verify.prefill import Verifier
 
     measure = evidence.calibration

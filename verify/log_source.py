@@ -31,6 +31,7 @@ MAX_GAPS: Final = 1000  # a run that is restored more often has other troubles
 STEP_SECONDS: Final = 20.0  # for a connection, and between two pieces of an answer
 FILE_SECONDS: Final = 600.0  # for one file
 _PIECE_BYTES: Final = 1 << 16
+_RUN = re.compile(r"[0-9a-f]{64}")
 _EPOCH_NAME = re.compile(r"(\d{6,7})\.msgpack")
 
 
@@ -98,27 +99,41 @@ def read_index(source: Source) -> Index:
             "`rltrainer export-log` wrote, or its URL"
         )
     try:
-        table: dict[str, Any] = json.loads(text)
-        run, epochs, complete = table["run"], table["epochs"], table["complete"]
-        if type(run) is not str or type(epochs) is not int or not 0 <= epochs <= MAX_EPOCHS:
-            raise ValueError("run or epochs")
-        passed_over = _ranges(table.get("passed_over", []), epochs)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"log.json is not an index of a log ({error!r:.100})") from None
-    if complete is not True:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _no_index("it is not JSON") from None
+    if not isinstance(table, dict):
+        raise _no_index("it is not a JSON object")
+    run, epochs, complete = table.get("run"), table.get("epochs"), table.get("complete")
+    if not isinstance(run, str) or not _RUN.fullmatch(run):
+        raise _no_index("its 'run' is not the 64 hex digits of a run id")
+    if type(epochs) is not int or not 0 <= epochs <= MAX_EPOCHS:
+        raise _no_index(f"its 'epochs' is not a whole number from 0 to {MAX_EPOCHS:,}")
+    if type(complete) is not bool:
+        raise _no_index("its 'complete' is neither true nor false")
+    passed_over = _ranges(table.get("passed_over", []), epochs)
+    if not complete:
         raise UsageError("this log is just being written, or its export was interrupted: try again after the next")
     return Index(run, epochs, text, passed_over)
 
 
+def _no_index(why: str) -> UsageError:
+    return UsageError(
+        f"log.json is not the index of a log: {why}; give the folder that `rltrainer export-log` wrote, or its URL, "
+        "and where this is that one export or fetch it again"
+    )
+
+
 def _ranges(value: Any, epochs: int) -> tuple[tuple[int, int], ...]:
-    """(first, last) of runs of versions, rising. Raises ValueError."""
+    """(first, last) of runs of versions, rising. Raises UsageError."""
+    wrong = "its 'passed_over' is not a list of [first, last] of versions, rising and below 'epochs'"
     found: list[tuple[int, int]] = []
     for each in value if isinstance(value, list) and len(value) <= MAX_GAPS else [None]:
         if not isinstance(each, list) or len(each) != 2 or any(type(number) is not int for number in each):
-            raise ValueError("passed_over")
+            raise _no_index(wrong)
         first, last = each
         if not (found[-1][1] if found else -1) < first <= last < epochs:
-            raise ValueError("passed_over")
+            raise _no_index(wrong)
         found.append((first, last))
     return tuple(found)
 

@@ -176,7 +176,8 @@ def print_calibration(calibration: Calibration) -> None:
     worker = f"{pair.worker_engine} {pair.worker_dtype} {pair.worker_device}"
     verifier = f"{pair.verifier_engine} {pair.verifier_dtype} {pair.verifier_device}"
     print(f"pair     {printable(worker)}, recomputed by {printable(verifier)}")
-    print(f"policy   version {calibration.policy_version}, root {calibration.policy_root.hex()[:16]}…")
+    version = _version_of(calibration)
+    print(f"policy   {'' if version is None else f'version {version}, '}root {calibration.policy_root.hex()[:16]}…")
     print(f"sample   {sample.traces} traces, {sample.tokens} tokens, {sample.chunks} chunks; ", end="")
     print(f"{sample.mismatches} tokens with a margin above 0, logits' error {sample.sigma:.3g}")
     print(f"{'':18} {'half':>9} {'90 %':>9} {'99 %':>9} {'99.9 %':>9} {'largest':>9} {'limit':>9}")
@@ -201,10 +202,15 @@ def calibration_json(calibration: Calibration, file: Path) -> dict[str, Any]:
         "spec": "1.0",
         "file": str(file),
         "calibration": hashlib.sha256(codec.encode(calibration)).hexdigest(),
-        "policy_version": calibration.policy_version,
+        "policy_version": _version_of(calibration),
         "policy_root": calibration.policy_root.hex(),
         **{key: {name: getattr(getattr(calibration, key), name) for name in cls.__slots__} for key, cls in parts},
     }
+
+
+def _version_of(calibration: Calibration) -> int | None:
+    """None for a folder that nobody said the run of: what it holds has a root, and no version."""
+    return None if calibration.run == bytes(32) else calibration.policy_version
 
 
 def _by_reason(skips: Sequence[Check]) -> list[tuple[str, list[str]]]:

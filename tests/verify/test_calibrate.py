@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from verify.judge import judge
 from verify.model import PolicyModel
 from verify.prefill import Verifier
 from verify.reference import ReferenceRun, play
-from verify.report import Judged, disagreement, unchecked
+from verify.report import Judged, calibration_json, disagreement, unchecked
 from verify.scores import power, table_scores
 from verify.toploc import ChunkResult
 
@@ -236,6 +237,14 @@ def test_without_a_calibration_the_scores_say_why_they_are_missing(pupil: Pupil,
     assert {check.detail for check in unaudited()} == {"not drawn for audit"}
 
 
+def test_checks_that_no_model_leaves_out_say_that_and_not_that_nobody_drew_the_trace(
+    pupil: Pupil, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(opened(pupil, tmp_path)), "--policy", str(EMBEDDED), "--no-model"]) == 0
+    told = capsys.readouterr().out
+    assert "not run, --no-model was given: margins, margin score" in told and "drawn" not in told
+
+
 def test_a_trace_with_small_errors_everywhere_is_refused_by_its_score(pupil: Pupil, tmp_path: Path) -> None:
     """Weights rounded to int8 pass limits as wide as bfloat16's; the sum over 20 chunks does not."""
     wide = replace(pupil.calibration.limits, mantissa_mean=128.0, mantissa_median=128.0)
@@ -369,8 +378,8 @@ def test_check_takes_a_verdict_from_a_file_and_none_of_another_key(
     code, found = answer(capsys, path, "--verdict", beside)
     assert code == 0 and found["trainer"]["agrees"]
     other = opened(pupil, tmp_path, 1)
-    code, found = answer(capsys, other, "--verdict", beside)
-    assert code == 0 and "another trace" in found["trainer"]["disagreement"]
+    code, error = answer(capsys, other, "--verdict", beside)
+    assert code == 2 and f"{beside} is the verdict on another trace" in error and "wrote with it" in error
     beside.write_bytes(codec.encode(verdict_of(pupil, path, Identity.generate())))
     code, error = answer(capsys, path, "--verdict", beside)
     assert code == 2 and "no verdict of this run's trainer" in error
@@ -391,9 +400,12 @@ def test_calibrate_writes_a_signed_calibration_and_makes_its_key(
     assert main([*common, "--worker-engine", "reference"]) == 0
     told = capsys.readouterr().out
     assert "nats a chunk" in told and "mantissa mean" in told
+    assert re.search(r"^policy   root [0-9a-f]{16}…$", told, re.M), "a folder does not say which version it is"
     signed = codec.decode(Signed, out.read_bytes())
     found = unseal(Calibration, signed, signer=signed.signer)
     assert found.limits == pupil.calibration.limits and found.margins == pupil.calibration.margins
+    assert calibration_json(found, out)["policy_version"] is None
+    assert calibration_json(replace(found, run=b"\1" * 32, policy_version=7), out)["policy_version"] == 7
     assert main(common) == 2 and "exists already" in capsys.readouterr().err
 
 

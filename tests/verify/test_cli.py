@@ -85,6 +85,30 @@ def test_a_trace_over_the_limit_is_told_with_what_to_do(
     assert len(told) < 400
 
 
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("calibrate", "--tokens"), "1 to 131,072"),
+        (("calibrate", "--traces-count"), "1 to 10,000"),
+        (("controls", "--tokens"), "0 to 131,072"),
+        (("controls", "--traces"), "1 to 10,000"),
+        (("controls", "--honest"), "0 to 10,000"),
+        (("controls", "--calibration"), "0 to 10,000"),
+        (("controls", "--seed"), "0 to 4,294,967,295"),
+        (("audit", "--sample"), "0 to 1,048,576"),
+    ],
+)
+@pytest.mark.parametrize("number", ["99999999999999999999", "9" * 5000, "-1", "x", "²"])
+def test_a_number_without_end_is_refused_before_any_work(
+    words: tuple[str, str], most: str, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([words[0], f"{words[1]}={number}"])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and words[1] in told and f"is not a whole number from {most}" in told, told
+    assert len(told) < 200
+
+
 # --- logs ---
 
 

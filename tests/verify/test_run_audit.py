@@ -439,8 +439,18 @@ def test_what_cannot_be_used_is_said_and_is_no_verdict(
     assert "just being written" in refusal(folder)
     index.write_text(json.dumps({**table, "run": "00" * 32}))
     assert "log.json of 0000" in refusal(folder)
-    index.write_text("[")
-    assert "not an index" in refusal(folder)
+    for text, told in (
+        ("[", "it is not JSON"),
+        ("[]", "it is not a JSON object"),
+        ("{}", "its 'run' is not the 64 hex digits of a run id"),
+        (json.dumps({**table, "epochs": "three"}), "its 'epochs' is not a whole number"),
+        (json.dumps({"run": table["run"], "epochs": 3}), "its 'complete' is neither true nor false"),
+        (json.dumps({**table, "passed_over": [[0, 9]]}), "its 'passed_over' is not a list of"),
+    ):
+        index.write_text(text)
+        line = refusal(folder)
+        assert f"log.json is not the index of a log: {told}" in line and "export or fetch it again" in line, line
+        assert "Error(" not in line
     index.unlink()
     assert "no log.json" in refusal(folder)
     index.write_text(json.dumps(table))
