@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
+from protocol.outputs import printable
+
 
 class Level(StrEnum):
     OK = "ok"
@@ -29,7 +31,7 @@ class Finding:
         return self.level is Level.ACT
 
     def line(self) -> str:
-        return f"{self.level:<8} {self.what:<10} {self.text}"
+        return printable(f"{self.level:<8} {self.what:<10} {self.text}")
 
     def json(self) -> str:
         return json.dumps({"what": self.what, "level": str(self.level), "text": self.text})

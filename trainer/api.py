@@ -6,6 +6,7 @@ loopback unless config says otherwise. Not here: what the figures mean (summary.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -24,6 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from protocol.errors import UsageError
 from trainer import rates, summary, waits
+from trainer.child import CANNOT_START
 from trainer.ledger import Ledger
 from trainer.network import read_network
 from trainer.rundir import Run, open_run
@@ -231,15 +233,21 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
+        # Python adds the address to the system's words.
+        why = str(error) if error.errno is None else os.strerror(error.errno)
         raise UsageError(
-            f"the page cannot listen on {host}:{port} ({error.strerror}): set page_port in config.toml"
+            f"the page cannot listen on {host}:{port}: {why}: set page_host and page_port in config.toml"
         ) from None
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m trainer.api RUN`: serve until standard input ends."""
-    run = open_run(Path(arguments[0]))
-    listener = bind(run.config.page_host, run.config.page_port)
+    """`python -m trainer.api RUN`: serve until standard input ends. CANNOT_START where it cannot listen."""
+    try:
+        run = open_run(Path(arguments[0]))
+        listener = bind(run.config.page_host, run.config.page_port)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return CANNOT_START
     run.folder.page.write_text(f"http://{run.config.page_host}:{listener.getsockname()[1]}/\n")
     server = uvicorn.Server(uvicorn.Config(make_app(run), log_level="warning", lifespan="off"))
 

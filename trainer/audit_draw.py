@@ -14,6 +14,7 @@ from verify.draw import descend
 
 # Versions a run can have. Making the chain costs about half a second, which every start of the gateway pays.
 CHAIN_LENGTH: Final = 2**20
+LAST_VERSION: Final = CHAIN_LENGTH - 1
 _STRIDE: Final = 1024
 
 

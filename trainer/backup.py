@@ -24,6 +24,7 @@ from typing import Final
 from protocol.errors import LocalError, StorageError, UsageError
 from protocol.outputs import cause, unwritable
 from protocol.policy import policy_root
+from trainer.audit_draw import LAST_VERSION
 from trainer.init import made_whole
 from trainer.ledger import Ledger
 from trainer.ledger_care import NUMBERS_PASSED_OVER
@@ -292,6 +293,11 @@ def _go_on(folder: RunFolder, published: int | None, now_ms: int) -> tuple[int, 
                 f"--published {published}: the copy itself has policy {latest}; give the highest version anybody saw"
             )
         following = published + 1
+        if following >= LAST_VERSION:
+            raise UsageError(
+                f"--published {published}: a run has no policies above {LAST_VERSION}, so this one could not go on; "
+                "begin a new run from its policy: `rltrainer init RUN --policy FOLDER`"
+            )
         _renumber(folder, latest, following)
         ledger.pass_over(following, now_ms)
         ledger.add_event(

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.errors import LocalError, StorageError
@@ -36,6 +35,7 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import StepRow
 from trainer.publish import write_policy
 from trainer.rundir import RunFolder, flush
+from verify.tensor_file import write_tensors
 
 KEPT_STEPS: Final = 2  # learner states on disk: the last one, and the one before should that be damaged
 
@@ -92,7 +92,7 @@ def commit(
     making_step, making_policy = _making(folder.step(row.version)), _making(folder.policy(row.version))
     try:
         making_step.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, making_step / "state.safetensors")
+        write_tensors(making_step / "state.safetensors", state)
         flush(making_step / "state.safetensors")
         reached("state written")
         root = write_policy(folder.policy(row.version - 1), making_policy, weights)
@@ -105,7 +105,7 @@ def commit(
         reached("policy renamed")
         _make_real(making_step)
         reached("step renamed")
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise StorageError(f"policy {row.version} could not be written: {cause(error)}") from error
     said = make_deltas(folder, row.version, ledger.roots())
     reached("deltas made")

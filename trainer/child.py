@@ -25,6 +25,7 @@ from trainer.ledger import Ledger
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
 
+CANNOT_START: Final = 2  # of gateway and page, and of the run: a setting of it cannot be used, or an address is taken
 DIVERGED: Final = 5  # exit code of the learner, and of the run: started again it would do the same
 
 END_SECONDS: Final = 10.0  # after an interruption; the parent, where it lives, is less patient

@@ -377,8 +377,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _version(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no version: give a whole number")
+    from trainer.audit_draw import LAST_VERSION
+
+    if not text.isascii() or not text.isdecimal() or len(text) > 20 or int(text) > LAST_VERSION:
+        raise argparse.ArgumentTypeError(f"{text!r} is no version: give a whole number, {LAST_VERSION:,} at most")
     return int(text)
 
 

@@ -18,9 +18,11 @@ from typing import Final
 
 from protocol import limits
 from protocol.errors import DecodeError, UsageError
-from protocol.identity import node_from_peer_id
+from protocol.identity import node_from_peer_id, peer_id
+from protocol.net.base import Address, listen_endpoint
 from protocol.outputs import cause
 from trainer.advantage import ADVANTAGES
+from trainer.audit_draw import LAST_VERSION
 from verify.standing import LEAST_FIRST
 
 # Settings that name something, and the names there are. Losses live beside torch, which a configuration does not load.
@@ -138,6 +140,11 @@ class TrainerConfig:
     keep_policies: int = 12  # versions kept on disk; never fewer than the staleness limit needs
     keep_traces: int = 20_000  # trace bodies kept in the ledger; digests and verdicts stay for ever
 
+    @property
+    def last_version(self) -> int:
+        """Of the policies that the run makes: `steps`, or all that a run can have."""
+        return min(self.steps or LAST_VERSION, LAST_VERSION)
+
     def __post_init__(self) -> None:
         for name in (each.name for each in dataclasses.fields(self)):
             value = getattr(self, name)
@@ -168,6 +175,12 @@ class TrainerConfig:
         for name in from_zero:
             if getattr(self, name) < 0:
                 raise UsageError(f"config: {name} = {getattr(self, name)!r} must not be below 0")
+        try:
+            listen_endpoint(self.listen)
+            if self.announce:
+                Address.parse(f"{self.announce}/p2p/{peer_id(bytes(32))}")
+        except UsageError as error:
+            raise UsageError(f"config: listen or announce: {error}") from None
         if not 0 <= self.page_port <= 65_535:
             raise UsageError(f"config: page_port = {self.page_port} must be from 0 to 65535")
         if not 2 <= self.group_size <= limits.MAX_GROUP_SIZE:

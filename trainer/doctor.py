@@ -57,6 +57,7 @@ def examine(path: Path, now_ms: int) -> Iterator[Finding]:
             yield _learner(run.folder, ledger)
             yield from _nodes(ledger)
             yield from _trust(ledger)
+            yield from _gateway(run.folder, ledger)
             yield from _faults(ledger, now_ms)
             size = _size_of_step(run.folder, ledger)
     yield _room(run.folder, size)
@@ -117,7 +118,7 @@ def _open_ledger(folder: RunFolder) -> tuple[Ledger | None, Finding]:
         text = f"{folder.ledger} is damaged ({'; '.join(damage)}): restore the run from a backup"
         return None, Finding("ledger", Level.ACT, text)
     size = folder.ledger.stat().st_size
-    return ledger, Finding("ledger", Level.OK, f"whole, {size / 1e6:,.1f} MB, {ledger.last_verdict():,} verdicts")
+    return ledger, Finding("ledger", Level.OK, f"whole, {size / 1e6:,.1f} MB, {ledger.count_verdicts():,} verdicts")
 
 
 def _clock(ledger: Ledger, now_ms: int) -> Finding:
@@ -216,12 +217,23 @@ def _trust(ledger: Ledger) -> Iterator[Finding]:
             )
 
 
+def _gateway(folder: RunFolder, ledger: Ledger) -> Iterator[Finding]:
+    """Without it a run that is served is reached by nobody."""
+    if holder(folder) is None or "gateway" in workers(folder):
+        return
+    query = "SELECT text FROM events WHERE kind = 'process' AND text LIKE 'the gateway %' ORDER BY id DESC LIMIT 1"
+    said = ledger.view(query)
+    text = f"is not at work; the last of it: {said[0]['text']}" if said else "is starting"
+    yield Finding("gateway", Level.ACT if said else Level.WARNING, text)
+
+
 def _faults(ledger: Ledger, now_ms: int) -> Iterator[Finding]:
     since = now_ms - RECENT_MS
-    query = "SELECT text, COUNT(*) AS n, MAX(id) AS last FROM events WHERE kind IN ('fault', 'alarm', 'stall') "
+    query = "SELECT text, COUNT(*) AS n, MAX(id) AS last FROM events "
+    query += "WHERE kind IN ('fault', 'alarm', 'stall', 'process') "
     rows = ledger.view(query + "AND at_ms > ? GROUP BY text ORDER BY last DESC LIMIT ?", (since, MOST_FAULTS))
     if not rows:
-        yield Finding("events", Level.OK, "no fault or alarm in the last 24 h")
+        yield Finding("events", Level.OK, "no fault or alarm, and no process that ended by itself, in the last 24 h")
     for row in rows:
         yield Finding("events", Level.WARNING, f"{row['text']} ({row['n']} times in the last 24 h)")
 

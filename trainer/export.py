@@ -14,7 +14,7 @@ from typing import Final
 from protocol import codec
 from protocol.envelope import Signed
 from protocol.errors import PolicyError, UsageError
-from protocol.outputs import check_target, unwritable, write_whole
+from protocol.outputs import check_apart, check_target, unwritable, write_whole
 from protocol.policy import policy_files, policy_root
 from protocol.trace import TraceFile
 from protocol.verdict import Verdict
@@ -88,13 +88,15 @@ def export_trace(
     """Write the chosen trace to `out`, and where asked for its verdict and the calibration that names to files of
     their own; returns its row (`policy_version` names the folder to check with).
 
-    Raises UsageError where there is no such trace, verdict or calibration, or no file can be there; StorageError.
+    Raises UsageError where there is no such trace, verdict or calibration, no file can be there, or two of them would
+    be one; StorageError.
     """
+    named = {"the trace file": out, "the verdict": verdict, "the calibration": calibration}
+    check_apart([(what, path) for what, path in named.items() if path is not None])
     chosen = choose_trace(ledger, digest=digest, state=state)
     file = trace_file(run, ledger, chosen)
-    parts = {"the trace file": (out, file), "the verdict": (verdict, file.verdict)}
-    parts["the calibration"] = (calibration, file.calibration)
-    wanted = [(what, path, value) for what, (path, value) in parts.items() if path is not None]
+    parts = (file, file.verdict, file.calibration)
+    wanted = [(what, path, value) for (what, path), value in zip(named.items(), parts, strict=True) if path is not None]
     for what, path, value in wanted:
         if value is None:
             raise UsageError(

@@ -34,6 +34,7 @@ from protocol.errors import (
     RemoteError,
     RLCommonsError,
     StorageError,
+    UsageError,
 )
 from protocol.heap import GIVE_BACK_SECONDS, few_heaps, give_back, large_buffers_go_back, settle
 from protocol.identity import peer_id
@@ -41,7 +42,7 @@ from protocol.net.base import Address, Host, RelayLimits, Stream
 from protocol.net.session import Session
 from protocol.policy import Manifest
 from protocol.run import RunAddress
-from trainer.child import alone, end_with_parent, say, say_ready, show_life
+from trainer.child import CANNOT_START, alone, end_with_parent, say, say_ready, show_life
 from trainer.config import TrainerConfig
 from trainer.home import in_turns
 from trainer.leasing import Leasing
@@ -475,7 +476,7 @@ def main() -> int:
     except* RLCommonsError as group:
         for error in leaves(group):
             say("gateway", str(error))
-        code = 1
+            code = CANNOT_START if isinstance(error, UsageError) else 1
     return code
 
 

@@ -52,6 +52,8 @@ def init_run(
         is_run = RunFolder(path).genesis.exists()
         goes_on = f"`rltrainer serve {path}` goes on with it; or " if is_run else ""
         raise UsageError(f"{path} exists already: {goes_on}choose another folder")
+    if not name.strip() or not name.isprintable():
+        raise UsageError(f"--name {name!r} is not a name that a terminal can show: give letters, digits, spaces")
     source = find_policy(policy)
     check_fit(source, environments)
     with made_whole(path) as making:
@@ -187,15 +189,17 @@ def copy_policy(source: Path, target: Path) -> None:
 def _copy_weights(source: Path, target: Path, tied: bool) -> dict[str, int]:
     """Write one weights file in bfloat16; the bytes of each tensor written."""
     import torch
-    from safetensors.torch import load_file, save_file
 
-    tensors = load_file(source)
+    from verify.tensor_file import TensorFile, write_tensors
+
+    file = TensorFile(source)
+    tensors = {name: file.tensor(name) for name in file.names}
     kept = {
-        name: tensor.to(torch.bfloat16).contiguous() if tensor.is_floating_point() else tensor
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
         if not (tied and _repeats_embedding(name, tensors))
     }
-    save_file(kept, target, metadata={"format": "pt"})
+    write_tensors(target, kept)
     return {name: tensor.numel() * tensor.element_size() for name, tensor in kept.items()}
 
 

@@ -97,8 +97,8 @@ class Learner:
 
         Raises Diverged when the last batches all gave a loss or gradient that is not finite.
         """
-        if 0 < self._config.steps <= self.version:
-            return f"all {self._config.steps} policy versions are made"
+        if self._config.last_version <= self.version:
+            return f"all {self._config.last_version} policy versions are made"
         choice = self._choose()
         found, wanted = len(choice.informative), self._config.groups_per_step
         if found < wanted:

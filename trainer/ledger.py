@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,14 @@ class Ledger(AuditsOfLedger, LearningOfLedger, LogOfRun, NodesOfLedger, PairsOfL
 
     @classmethod
     def create(cls, path: Path) -> Ledger:
-        """A new, empty ledger. Raises UsageError when the file exists."""
+        """A new, empty ledger. Raises UsageError when the file exists, StorageError when it cannot be written."""
         if path.exists():
             raise UsageError(f"{path} exists already")
-        db = cls._connect(path, read_only=False)
-        db.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
-        db.close()
+        try:
+            with closing(cls._connect(path, read_only=False)) as db:
+                db.executescript(SCHEMA + f"PRAGMA user_version = {SCHEMA_VERSION};")
+        except sqlite3.Error as error:
+            raise StorageError(f"the ledger {path} could not be made: {error}: make room there") from error
         return cls(path)
 
     def close(self) -> None:
@@ -659,6 +661,10 @@ class Ledger(AuditsOfLedger, LearningOfLedger, LogOfRun, NodesOfLedger, PairsOfL
         """The sequence of the newest verdict; 0: there is none."""
         row = self._db.execute("SELECT COALESCE(MAX(sequence), 0) FROM verdicts").fetchone()
         return int(row[0])
+
+    def count_verdicts(self) -> int:
+        count: int = self._db.execute("SELECT COUNT(*) FROM verdicts").fetchone()[0]
+        return count
 
     def scored_verdicts(self, node: bytes, version: int, after: int) -> list[ScoredVerdict]:
         """The audited verdicts on what a node drew under a policy version, oldest first, after a sequence."""

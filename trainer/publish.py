@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.errors import PolicyError
 from protocol.policy import policy_files, policy_root, read_safetensors
 from trainer.rundir import RunFolder, flush, versions_in
-from verify.tensor_file import TensorFile
+from verify.tensor_file import TensorFile, write_tensors
 
 
 def tensor_names(policy: Path) -> frozenset[str]:
@@ -46,8 +45,7 @@ def write_policy(base: Path, target: Path, weights: Mapping[str, Tensor]) -> byt
 
 def _write_tensors(source: Path, target: Path, weights: Mapping[str, Tensor]) -> None:
     file = TensorFile(source)
-    tensors = {name: _published(name, weights.get(name), file.tensor(name)) for name in file.names}
-    save_file(tensors, target, metadata={"format": "pt"})
+    write_tensors(target, {name: _published(name, weights.get(name), file.tensor(name)) for name in file.names})
 
 
 def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
         return before
     if weight.shape != before.shape:
         raise PolicyError(f"tensor {name} is {tuple(weight.shape)}, the policy's is {tuple(before.shape)}")
-    return weight.detach().to("cpu", torch.bfloat16).contiguous()
+    return weight.detach().to("cpu", torch.bfloat16)
 
 
 def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:

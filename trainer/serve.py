@@ -27,8 +27,9 @@ from typing import IO, Any, Final
 
 from protocol.device_turns import look
 from protocol.errors import StorageError, UsageError
+from protocol.outputs import printable
 from trainer import home
-from trainer.child import DIVERGED, last_sign, life, note_start, now_ms
+from trainer.child import CANNOT_START, DIVERGED, last_sign, life, note_start, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
@@ -48,6 +49,7 @@ READ_SECONDS: Final = 1.0  # for the last words of a process that ended; a child
 VIEW_SECONDS: Final = 0.5
 LINE_SECONDS: Final = 5.0
 QUIET_SECONDS: Final = 15.0  # a gateway that gave no sign for so long hears nobody's
+STARTS: Final = 5  # that a setting prevents, in 15 s, before the run ends: who has the port may be about to go
 FAILED: Final = 3  # the exit code of a run whose engine this machine cannot run
 STALLED: Final = 4  # of one that does not move
 CAUSE_CHARACTERS: Final = 300  # of why an auditor ended, beside the trace it was at work on
@@ -71,6 +73,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     failures: int = 0
+    was_well: bool = False  # it once ran for HEALTHY_SECONDS
     start_at: float = 0.0
     ended_for: str = ""  # why this process was ended by the supervisor
     last_words: list[str] = field(default_factory=list)
@@ -180,7 +183,8 @@ class Supervisor:
             child.reader.join(READ_SECONDS)
         if not wanted:
             return
-        child.failures = 0 if now - child.started > HEALTHY_SECONDS else child.failures
+        if now - child.started > HEALTHY_SECONDS:
+            child.failures, child.was_well = 0, True
         delay = RESTART_SECONDS[min(child.failures, len(RESTART_SECONDS) - 1)]
         child.failures += 1
         child.start_at = now + delay
@@ -192,6 +196,9 @@ class Supervisor:
         why = said and (f"; its last words: {said}" if code < 0 else f": {said}")
         if code == DIVERGED and child.name == "learner":
             self._give_up(DIVERGED, f"the learner {how}{why}", child)
+            return
+        if code == CANNOT_START and child.failures == STARTS and not child.was_well:
+            self._give_up(CANNOT_START, f"the {child.name} {how}{why}", child)
             return
         if child.failures == child.failures_end:
             self._give_up(FAILED, f"the {child.name} {how}{why}, {child.failures} times in a row", child)
@@ -301,7 +308,8 @@ def serve(
     trust: Sequence[str] = (),
 ) -> int:
     """Serve the run until Ctrl-C, SIGTERM, or config.steps policy versions. Returns the exit code: 130 after Ctrl-C,
-    STALLED where a part of the run does nothing although it was started again, FAILED where the only engine fails.
+    STALLED where a part of the run does nothing although it was started again, FAILED where the only engine fails,
+    CANNOT_START where gateway or page cannot listen.
 
     `placement`: who generates, where it is not as the settings say. `trust`: peer ids of nodes to trust from now on.
     Raises UsageError (no run there, served already, a copy of a run that is not said to have `moved`, a project for
@@ -364,7 +372,7 @@ def _serve(run: Run, looking: Ledger, supervisor: Supervisor, screen: _Screen, s
                 _tell(supervisor, screen)
                 return STALLED
             if _is_done(run.config, found_now):
-                screen.say("done", f"all {run.config.steps} policy versions are made")
+                screen.say("done", f"all {run.config.last_version} policy versions are made")
                 return 0
     return 0
 
@@ -502,7 +510,7 @@ def _all_waits(found: dict[str, Any]) -> str:
 
 
 def _is_done(config: TrainerConfig, found: dict[str, Any]) -> bool:
-    return 0 < config.steps <= (found["version"] or 0)
+    return config.last_version <= (found["version"] or 0)
 
 
 class _Stopping:
@@ -554,7 +562,7 @@ class _Screen:
 
 
 def _for_people(kind: str, text: str) -> str:
-    return f"page {text}" if kind == "page" else text
+    return printable(f"page {text}" if kind == "page" else text)
 
 
 class _Lines(_Screen):

@@ -113,7 +113,7 @@ def policies(ledger: Ledger, most: int = RECENT_POLICIES) -> list[dict[str, Any]
     """The newest published versions, the last one first: what following them costs, and how fast nodes got them.
 
     `ratio`: of the files' size to that of the delta from the version before, None without one. Seconds run from when
-    the manifest was signed to when a node first told that it has the version; None while no node has.
+    the manifest was signed, or the node first came, to when it first told that it has the version; None while none has.
     """
     rows = ledger.view(
         "SELECT version, published_ms, bytes, delta_bytes FROM policies WHERE bytes IS NOT NULL "
@@ -122,10 +122,11 @@ def policies(ledger: Ledger, most: int = RECENT_POLICIES) -> list[dict[str, Any]
     )
     arrived: dict[int, list[float]] = {row["version"]: [] for row in rows}
     published = {row["version"]: row["published_ms"] for row in rows}
-    query = "SELECT version, at_ms FROM arrivals WHERE version >= ?"
+    query = "SELECT version, at_ms, first_seen_ms FROM arrivals LEFT JOIN nodes USING (node) WHERE version >= ?"
     for row in ledger.view(query, (min(published, default=0),)):
         if row["version"] in arrived:
-            arrived[row["version"]].append(max(0.0, (row["at_ms"] - published[row["version"]]) / 1000))
+            since = max(published[row["version"]], row["first_seen_ms"] or 0)
+            arrived[row["version"]].append(max(0.0, (row["at_ms"] - since) / 1000))
     return [{**row, **_spread(arrived[row["version"]]), "ratio": _ratio(row)} for row in rows]
 
 

@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, Group, JustifyMethod, Renderab
 from rich.table import Table
 from rich.text import Text
 
+from protocol.outputs import printable
 from trainer import rates
 from trainer.network import network_line, read_network
 from trainer.rundir import Run
@@ -38,7 +39,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def _headline(run: Run, found: dict[str, Any]) -> Text:
-    text = Text(run.genesis.name, style="bold")
+    text = Text(printable(run.genesis.name), style="bold")
     text.append(f"  run {run.run.hex()[:16]}…  policy version ", style="dim")
     text.append(str(found["version"]), style="bold cyan")
     return text
@@ -168,7 +169,8 @@ def _node_row(node: dict[str, Any]) -> dict[str, Text]:
         "rate": f"{node['rate']:.0%}",
         "stake": _number(node["stake"], 2),
     }
-    return {**{name: Text.from_markup(text) for name, text in cells.items()}, "engine": Text(node["engine"], "dim")}
+    engine = Text(printable(node["engine"]), "dim")
+    return {**{name: Text.from_markup(text) for name, text in cells.items()}, "engine": engine}
 
 
 def notes(run: Run, found: dict[str, Any]) -> list[Text]:

@@ -73,8 +73,8 @@ def _auditors(owed: Owed, claims: list[Claim], last_verdict: int) -> list[Wait]:
 def _learner(ledger: Ledger, config: TrainerConfig, last_policy: int) -> Wait:
     latest = ledger.policy()
     version = 0 if latest is None else latest[0]
-    if 0 < config.steps <= version:
-        return Wait("learner", f"is done: all {config.steps} policy versions are made", last_policy)
+    if config.last_version <= version:
+        return Wait("learner", f"is done: all {config.last_version} policy versions are made", last_policy)
     found, wanted = ledger.count_informative(), config.groups_per_step
     if found < wanted:
         what = f"waits for groups: {found} of {wanted} whose rewards differ are complete"

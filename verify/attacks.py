@@ -31,6 +31,7 @@ from verify.model import PolicyModel
 from verify.prefill import Passage, Verifier
 from verify.reference import Choose, ReferenceRun, play
 from verify.sampling import sample
+from verify.tensor_file import write_tensors
 from verify.toploc import build_many
 
 _SOMEONE: Final = Identity(b"\x11" * 32)
@@ -537,7 +538,7 @@ def _smaller(stage: Stage) -> list[Attempt]:
 
 def without_last_layer(policy: Path, folder: Path) -> Path | None:
     """The policy's folder copied with one layer less; None where its configuration does not number its layers."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     config = json.loads((policy / "config.json").read_text(encoding="utf-8"))
     layers = config.get("num_hidden_layers", 0)
@@ -550,7 +551,7 @@ def without_last_layer(policy: Path, folder: Path) -> Path | None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for path in folder.glob("*.safetensors"):
         kept = {name: value for name, value in load_file(path).items() if f".{layers - 1}." not in name}
-        save_file(kept, path, metadata={"format": "pt"})
+        write_tensors(path, kept)
     try:
         PolicyModel(folder, "float32", "cpu")
     except EngineError:

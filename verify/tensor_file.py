@@ -1,16 +1,21 @@
 """The tensors of a safetensors file as views of its bytes, which are read when they are used.
 
 For whoever reads policies for as long as it lives: the library's own reader (0.8.0) loses two integers with each tensor
-and each slice. Not here: whether the bytes are a policy's (protocol/policy.py), writing such a file (the library).
+and each slice. Files are written by the library. Not here: whether the bytes are a policy's (protocol/policy.py).
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from protocol.errors import PolicyError
@@ -46,3 +51,14 @@ class TensorFile:
         if dtype is None or dtype.itemsize * int(np.prod(place.shape, dtype=np.int64)) != place.end - place.begin:
             raise PolicyError(f"{self._path}: tensor {name} of type {place.dtype} and shape {place.shape} does not fit")
         return torch.from_numpy(self._bytes[place.begin : place.end]).view(dtype).reshape(place.shape)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raises OSError when the file cannot be written, which the library has an exception of its own for."""
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        system = re.search(r"\(os error (\d+)\)", str(error))
+        if system is None:
+            raise
+        raise OSError(int(system[1]), os.strerror(int(system[1])), str(path)) from error

@@ -108,6 +108,14 @@ def _port(text: str, port: str) -> int:
     return int(port)
 
 
+def listen_endpoint(multiaddr: str) -> tuple[str, int]:
+    """Host and port to listen at. Raises UsageError for what is no IP address with a TCP port (0: any free one)."""
+    match multiaddr.split("/"):
+        case ["", "ip4" | "ip6", host, "tcp", port] if port.isascii() and port.isdigit() and int(port) < 65_536:
+            return host, int(port)
+    raise UsageError(f"cannot listen on '{multiaddr[:200]}': it should look like /ip4/0.0.0.0/tcp/4001")
+
+
 def peer_address(multiaddr: str, node: bytes) -> str | None:
     """The address to dial of a node that says it listens at `multiaddr`; None for what nobody should dial.
 

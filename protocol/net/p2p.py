@@ -31,6 +31,7 @@ from protocol.net.base import (
     RelayLimits,
     Reservation,
     Stream,
+    listen_endpoint,
 )
 from protocol.net.door import Refused
 from protocol.net.framing import ChannelClosed, FramedStream
@@ -66,7 +67,7 @@ async def open_host(
     Raises UsageError when it cannot listen; the message names the port. On exit peers are told,
     connections closed and handlers cancelled.
     """
-    host = _Host(who, [_listen_endpoint(address) for address in listen], limits or HostLimits())
+    host = _Host(who, [listen_endpoint(address) for address in listen], limits or HostLimits())
     failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         try:
@@ -79,13 +80,6 @@ async def open_host(
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
-
-
-def _listen_endpoint(address: str) -> tuple[str, int]:
-    match address.split("/"):
-        case ["", "ip4" | "ip6", host, "tcp", port] if port.isascii() and port.isdigit() and int(port) < 65_536:
-            return host, int(port)
-    raise UsageError(f"cannot listen on '{address}': it should look like /ip4/0.0.0.0/tcp/4001")
 
 
 class _Host:

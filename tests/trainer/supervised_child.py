@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.child import DIVERGED, end_with_parent
+from trainer.child import CANNOT_START, DIVERGED, end_with_parent
 
 mode, mark = sys.argv[1], Path(sys.argv[2])
 end_with_parent()
@@ -14,6 +14,9 @@ if mode == "crash":
 if mode == "learner":
     print("the policy gives no finite loss", file=sys.stderr)
     sys.exit(DIVERGED)
+if mode == "taken":
+    print("the port is taken", file=sys.stderr)
+    sys.exit(CANNOT_START)
 if mode == "deaf":
     import signal
 

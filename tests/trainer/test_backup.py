@@ -21,8 +21,8 @@ from protocol.envelope import Signed
 from protocol.errors import LocalError, StorageError, UsageError
 from protocol.policy import Manifest, policy_root
 from tests.trainer.fabricate import NOW, Gateway, make_run, one_thread
-from trainer import backup
-from trainer.audit_draw import AuditChain
+from trainer import backup, cli
+from trainer.audit_draw import LAST_VERSION, AuditChain
 from trainer.backup import back_up, read_backup, restore
 from trainer.epochs import Registrar, closable
 from trainer.export_log import export_log
@@ -193,6 +193,23 @@ def test_a_published_version_below_the_copy_s_own_is_refused(run: Run, tmp_path:
     with pytest.raises(UsageError, match="the copy itself has policy 2"):
         restore(tmp_path / "copy", tmp_path / "again", published=1, now_ms=NOW)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_published_version_that_leaves_the_run_no_other_is_refused(run: Run, tmp_path: Path) -> None:
+    back_up(run, tmp_path / "copy", NOW)
+    with pytest.raises(UsageError, match=f"no policies above {LAST_VERSION}, so this one could not go on"):
+        restore(tmp_path / "copy", tmp_path / "again", published=LAST_VERSION - 1, now_ms=NOW)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("version", ["9" * 5_000, str(2**63 - 1), str(2**20), "-1", "1.0", "²", ""])
+def test_what_is_no_version_is_a_wrong_argument(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("restore", "copy", "run", "--published", version), ("export", "run", "out", "--version", version)):
+        with pytest.raises(SystemExit) as end:
+            cli.main(list(words))
+        assert (
+            end.value.code == 2 and "is no version: give a whole number, 1,048,575 at most" in capsys.readouterr().err
+        )
 
 
 def test_a_back_up_replaces_an_older_one_of_the_same_run_and_nothing_else(run: Run, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import UsageError
+from trainer.audit_draw import LAST_VERSION, AuditChain
 from trainer.config import LONGEST_WAIT, config_from, load_config
 
 
@@ -20,6 +21,12 @@ from trainer.config import LONGEST_WAIT, config_from, load_config
         ("relay_circuit_minutes = 1e10", "relay_circuit_minutes = 1.*may be at most"),
         ('trust = ["foo"]', "trust: .*`rlnode key show` prints a node's id"),
         ("lease_seconds = 0.0", "lease_seconds = 0.0 must be above 0"),
+        ('listen = "foo"', "cannot listen on 'foo': it should look like /ip4/0.0.0.0/tcp/4001"),
+        ('listen = "/dns4/example.org/tcp/4001"', "cannot listen on '/dns4/"),
+        (
+            'announce = "example.org:4001"',
+            "listen or announce: .*'example.org:4001/p2p/",
+        ),
         ("leases = 3", "'leases' is not a setting; known: .*lease_seconds"),
     ],
 )
@@ -28,6 +35,13 @@ def test_a_setting_that_no_run_could_be_served_with_is_refused_by_name(tmp_path:
     path.write_text(text)
     with pytest.raises(UsageError, match=told):
         load_config(path)
+
+
+def test_a_run_ends_with_its_steps_or_with_the_last_version_that_a_run_can_have() -> None:
+    assert config_from({}, "here").last_version == LAST_VERSION
+    assert config_from({"steps": 5}, "here").last_version == 5
+    assert config_from({"steps": LAST_VERSION + 5}, "here").last_version == LAST_VERSION
+    AuditChain(bytes(32)).value(LAST_VERSION)
 
 
 def test_the_home_engine_may_be_trusted_by_its_word() -> None:

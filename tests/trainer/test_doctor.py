@@ -168,6 +168,19 @@ def test_faults_and_full_disks_are_warnings_with_what_to_do(
     assert found(run, "disk").needs_action
 
 
+def test_a_run_that_is_served_without_its_gateway_is_told_with_the_gateway_s_words(run: Run, ledger: Ledger) -> None:
+    with locked(run):
+        assert found(run, "gateway").level is Level.WARNING and "is starting" in found(run, "gateway").text
+        ledger.add_event(now_ms(), "process", "the gateway ended with exit code 2: cannot listen; started again in 3 s")
+        ledger.add_event(now_ms(), "process", "the page ended with exit code 2: taken; started again in 3 s")
+        assert (
+            found(run, "gateway").needs_action and "ended with exit code 2: cannot listen" in found(run, "gateway").text
+        )
+        assert "the page ended" in found(run, "events").text
+        with alone(run.folder.path, "gateway"):
+            assert "gateway" not in [finding.what for finding in doctor.examine(run.folder.path, now_ms())]
+
+
 def test_what_a_killed_write_left_is_named(run: Run) -> None:
     (run.folder.policies / "000001.tmp").mkdir()
     leftovers = found(run, "leftovers")

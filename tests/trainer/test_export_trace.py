@@ -82,3 +82,23 @@ def test_a_run_without_traces_says_what_to_wait_for(run: Run, capsys: pytest.Cap
     assert Ledger(run.folder.ledger, read_only=True).sealed() == 0
     assert main(["export-trace", str(run.folder.path), "--digest", "00" * 32]) == 2
     assert "leave --digest out for the newest" in capsys.readouterr().err
+
+
+def test_two_outputs_of_one_name_are_refused_however_they_are_spelled(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    (tmp_path / "link").symlink_to("t.msgpack")
+    words = ["export-trace", str(run.folder.path), "-o", "t.msgpack"]
+    for option in ("--verdict", "--calibration"):
+        here = str(tmp_path / "t.msgpack")
+        for same in ("t.msgpack", "./t.msgpack", "x/../t.msgpack", here, "elsewhere/t.msgpack", "link"):
+            assert main([*words, option, same]) == 2, (option, same)
+            told = capsys.readouterr().err
+            assert f"the trace file and the {option[2:]} cannot both be written to t.msgpack" in told, told
+    assert main([*words, "--verdict", "v", "--calibration", "v"]) == 2
+    told = capsys.readouterr().err
+    assert "the verdict and the calibration cannot both be written to v: name a file for each" in told
+    assert main([*words, "--verdict", "v", "--calibration", "c"]) == 2
+    assert "cannot both be written" not in capsys.readouterr().err

@@ -103,6 +103,13 @@ def test_an_init_that_fails_or_was_killed_leaves_nothing_in_the_way(
     make(tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["", "  ", "\x1b[31mred", "two\nlines", "\u202eback"])
+def test_a_name_that_a_terminal_cannot_show_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"--name .* is not a name that a terminal can show"):
+        init_run(tmp_path / "run", name=name, policy="embedded", environments=TOOLS, config=TrainerConfig())
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- policies ---
 
 

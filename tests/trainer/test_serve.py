@@ -19,13 +19,14 @@ import pytest
 import trainer.child
 from protocol.errors import LocalError, UsageError
 from protocol.run import EnvironmentShare
-from trainer.child import alone
+from trainer import serve as serve_module
+from trainer.child import CANNOT_START, alone
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
 from trainer.place import locked
 from trainer.rundir import Run
-from trainer.serve import RESTART_SECONDS, Child, Supervisor, children_of
+from trainer.serve import RESTART_SECONDS, STARTS, Child, Supervisor, children_of
 from trainer.serve import serve as serve_run
 
 HERE = Path(__file__).parent
@@ -100,6 +101,24 @@ def test_a_learner_that_diverged_is_not_started_again_and_the_run_is_given_up(
         supervisor.stop()
     assert supervisor.gave_up == "the learner ended with exit code 5: the policy gives no finite loss"
     assert len(supervisor.news) == 1 and "the run ends" in supervisor.news[0]
+
+
+def test_a_part_that_cannot_do_what_it_is_told_to_ends_the_run_unless_it_once_could(
+    run: Run, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_module, "RESTART_SECONDS", (0.0,))
+    for was_well in (False, True):
+        child = child_that(run, "taken", tmp_path / "mark")
+        child.was_well = was_well
+        supervisor = Supervisor(run, ledger, [child])
+        try:
+            until(lambda: len(supervisor.news) > STARTS or supervisor.gave_up, supervisor.look)  # noqa: B023
+        finally:
+            supervisor.stop()
+        assert bool(supervisor.gave_up) is not was_well
+        if not was_well:
+            assert supervisor.code == CANNOT_START and len(supervisor.news) == STARTS
+            assert supervisor.gave_up == "the taken ended with exit code 2: the port is taken"
 
 
 def test_a_child_that_was_killed_is_started_again(run: Run, ledger: Ledger, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,3 +71,22 @@ def test_reading_leaves_nothing_behind(path: Path) -> None:
 
     before = read(20)
     assert read(200) - before < 200  # one a time would be as many; the library's reader leaves 6,000
+
+
+WRITE = """
+import resource, sys
+from pathlib import Path
+import torch
+from verify.tensor_file import write_tensors
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    write_tensors(Path(sys.argv[1]), {"a": torch.zeros(100_000)})
+except OSError as error:
+    print(error.errno, error.filename)
+"""
+
+
+def test_a_file_that_the_system_does_not_let_grow_is_the_system_s_error_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "large.safetensors"
+    done = subprocess.run([sys.executable, "-c", WRITE, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{errno.EFBIG} {path}\n", done.stderr
