@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -77,6 +78,32 @@ def _check_place(what: str, path: Path) -> None:
         raise UsageError(f"{told}: there is no folder {place}: make it, or choose another place")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UsageError(f"{told}: you may not write in {place}: choose another place")
+
+
+def check_apart(outputs: Sequence[tuple[str, Path]]) -> None:
+    """Of a command that writes several files, (what, path) each: raises UsageError where two of them would be one,
+    however they are spelled, and the second would take the place of the first."""
+    known: dict[tuple[object, ...], tuple[str, Path]] = {}
+    for what, path in outputs:
+        other = known.setdefault(_identified(path), (what, path))
+        if other != (what, path):
+            same = "" if other[1] == path else f", which is {path} too"
+            raise UsageError(f"{other[0]} and {what} cannot both be written to {other[1]}{same}: name a file for each")
+
+
+def _identified(path: Path) -> tuple[object, ...]:
+    """Equal for paths of one file, through links also before it is there."""
+    real = Path(os.path.realpath(path))
+    try:
+        found = real.stat()
+        return found.st_dev, found.st_ino
+    except OSError:
+        pass
+    try:
+        place = real.parent.stat()
+        return place.st_dev, place.st_ino, real.name
+    except OSError:
+        return (real,)
 
 
 def write_whole(what: str, path: Path, data: bytes) -> None:

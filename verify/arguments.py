@@ -11,7 +11,7 @@ from pathlib import Path
 from protocol.environments import base
 from protocol.errors import UsageError
 from protocol.identity import load_identity
-from protocol.outputs import cause, check_target
+from protocol.outputs import cause, check_apart, check_target
 from protocol.policy import policy_files
 from verify.thresholds import limits_for
 
@@ -43,6 +43,7 @@ def require_calibrating(
     """What `rlverify calibrate` needs. Raises UsageError, PolicyError, KeyFileError."""
     require_policy_folder(policy)
     require_folder(traces, "the folder of the trace files of trusted nodes")
+    check_apart([("the calibration", out), ("the key that signs", key)])
     require_new_file(out, "the calibration")
     limits_for(*dtypes)
     base.load(*environment)

@@ -69,6 +69,7 @@ WRONG["verify.cli"] |= {
     (*_CALIBRATE, str(EMBEDDED), "--out", "/dev/null"): "exists already: move it away, or write elsewhere",
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--traces", README): "give the folder of the trace files",
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", README + "/k"): "the key that signs cannot be written",
+    (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", "{}/./c"): "name a file for each",
 }
 
 PROGRAM = """
