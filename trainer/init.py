@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +20,7 @@ from protocol import codec, identity
 from protocol.envelope import seal
 from protocol.environments import base
 from protocol.errors import DecodeError, PolicyError, UsageError
+from protocol.limits import MAX_NAME_CHARACTERS, MAX_TEXT_CHARACTERS
 from protocol.outputs import cause, unwritable
 from protocol.policy import policy_files, policy_root
 from protocol.run import EnvironmentShare, Genesis, check_genesis
@@ -54,6 +55,7 @@ def init_run(
         raise UsageError(f"{path} exists already: {goes_on}choose another folder")
     if not name.strip() or not name.isprintable():
         raise UsageError(f"--name {name!r} is not a name that a terminal can show: give letters, digits, spaces")
+    check_asked(name, environments)
     source = find_policy(policy)
     check_fit(source, environments)
     with made_whole(path) as making:
@@ -81,6 +83,21 @@ def init_run(
         ledger.add_event(now_ms, "run", f"run {name} was made from policy {policy}")
         ledger.close()
     return open_run(path)
+
+
+def check_asked(name: str, environments: Sequence[EnvironmentShare]) -> None:
+    """What of `init`'s arguments no genesis can hold (SPEC 8.1), by the option that asks for it. Raises UsageError."""
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise UsageError(f"--name has {len(name):,} characters: give {MAX_NAME_CHARACTERS} at most")
+    known: set[tuple[str, str]] = set()
+    for share in environments:
+        asked = f"--environment {share.name}{share.parameters and ':'}{share.parameters[:80]}"
+        if len(share.parameters) > MAX_TEXT_CHARACTERS:
+            most = f"give {MAX_TEXT_CHARACTERS:,} at most"
+            raise UsageError(f"{asked}…: its parameters have {len(share.parameters):,} characters: {most}")
+        if (share.name, share.parameters) in known:
+            raise UsageError(f"{asked} is given twice: give it once, with a weight for a larger share ({asked}=2)")
+        known.add((share.name, share.parameters))
 
 
 def check_run_description(genesis: Genesis) -> None:

@@ -223,7 +223,14 @@ def test_a_hub_policy_is_taken_at_its_revision(tmp_path: Path, policy: Path, mon
         ((), "at least one environment"),
         ((EnvironmentShare("nothing@1", "", 1),), "no environment 'nothing@1'"),
         ((EnvironmentShare("tools8@1", "", 0),), "weight"),
-        ((TOOLS[0], dataclasses.replace(TOOLS[0], weight=2)), "one twice"),
+        (
+            (EnvironmentShare("guess@1", "", 1), TOOLS[0], dataclasses.replace(TOOLS[0], weight=2)),
+            r"--environment tools8@1 is given twice: give it once, .* \(tools8@1=2\)",
+        ),
+        (
+            (EnvironmentShare("letters@1", "x" * 1025, 1),),
+            r"--environment letters@1:x+…: .* 1,025 characters: give 1,02",
+        ),
     ],
 )
 def test_environments_that_cannot_be_are_refused(
@@ -232,3 +239,9 @@ def test_environments_that_cannot_be_are_refused(
     with pytest.raises(UsageError, match=message):
         make(tmp_path / "run", environments=environments)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_name_that_no_genesis_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--name has 257 characters: give 256 at most"):
+        init_run(tmp_path / "run", name="n" * 257, policy="embedded", environments=TOOLS, config=TrainerConfig())
+    assert list(tmp_path.iterdir()) == []
