@@ -225,7 +225,7 @@ def test_a_hub_policy_is_taken_at_its_revision(tmp_path: Path, policy: Path, mon
         ((EnvironmentShare("tools8@1", "", 0),), "weight"),
         (
             (EnvironmentShare("guess@1", "", 1), TOOLS[0], dataclasses.replace(TOOLS[0], weight=2)),
-            r"--environment tools8@1 is given twice: give it once, .* \(tools8@1=2\)",
+            r"--environment tools8@1 is given twice: give it once, .* \(--environment tools8@1=2\)",
         ),
         (
             (EnvironmentShare("letters@1", "x" * 1025, 1),),
