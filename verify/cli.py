@@ -333,17 +333,19 @@ def _within(least: int, most: int) -> Callable[[str], int]:
 def _audit(options: argparse.Namespace) -> int:
     from verify.arguments import require_folder
     from verify.log_source import open_source, read_index
+    from verify.progress import Progress, shown
 
     require_folder(options.policies, "the folder that holds the policies' folders, named by version")
-    source = open_source(options.log)
+    source, progress = open_source(options.log), Progress()
     try:
-        read_index(source)
-        from verify.rejudge import Rejudge
-        from verify.run_audit import audit_run
-        from verify.run_report import as_json, print_report
+        with shown(progress):
+            read_index(source)
+            from verify.rejudge import Rejudge
+            from verify.run_audit import audit_run
+            from verify.run_report import as_json, print_report
 
-        rejudge = Rejudge(source, options.policies, None if options.all else options.sample, options.device)
-        report = audit_run(source, rejudge)
+            rejudge = Rejudge(source, options.policies, None if options.all else options.sample, options.device)
+            report = audit_run(source, rejudge, progress)
     finally:
         source.close()
     if options.json:

@@ -31,6 +31,7 @@ from verify.files import MAX_FILE_BYTES, misfit
 from verify.finding import first_failure
 from verify.judge import fingerprint, recompute
 from verify.log_source import Source, trace_file
+from verify.progress import Progress
 from verify.report import Judged, disagreement, unchecked
 from verify.structure import PolicyShape, policy_shape
 from verify.thresholds import limits_for
@@ -83,7 +84,7 @@ class Rejudge:
         self._model = _Model(device)
         self._environments: dict[tuple[str, str], Environment] = {}
 
-    def epoch(self, opened: Opened, report: Report) -> None:
+    def epoch(self, opened: Opened, report: Report, progress: Progress) -> None:
         """All traces of an epoch; what does not agree goes into the report."""
         verdicts = opened.newest()
         judged = [receipt for receipt, _ in opened.receipts if (receipt.trace_digest, receipt.node) in verdicts]
@@ -104,8 +105,10 @@ class Rejudge:
         chosen = set(judged)
         if self._sample is not None and self._sample < len(judged):
             chosen = set(random.SystemRandom().sample(judged, self._sample))
-        for batch in _batches(self._cases(opened, judged, chosen, reading, report)):
+        progress.traces, progress.chosen = len(judged), len(chosen)
+        for batch in _batches(self._cases(opened, judged, chosen, reading, report, progress)):
             self._model.judge(batch, opened.version, found, report)
+            progress.recomputed += len(batch)
 
     # --- policies ---
 
@@ -140,12 +143,19 @@ class Rejudge:
     # --- traces ---
 
     def _cases(
-        self, opened: Opened, judged: Sequence[Receipt], chosen: set[Receipt], reading: Reading, report: Report
+        self,
+        opened: Opened,
+        judged: Sequence[Receipt],
+        chosen: set[Receipt],
+        reading: Reading,
+        report: Report,
+        progress: Progress,
     ) -> Iterator[Case]:
         """Those to recompute: they passed the cheap checks and were chosen. The others are compared here."""
         verdicts = opened.newest()
         held = _objects(report.signed_genesis, opened.log)
-        for receipt in judged:
+        for number, receipt in enumerate(judged):
+            progress.replayed = number
             where = f"{opened.name}, trace {receipt.trace_digest.hex()[:16]}…"
             verdict = verdicts[receipt.trace_digest, receipt.node]
             file = self._read(receipt, where, report)
@@ -179,6 +189,7 @@ class Rejudge:
             else:
                 dear = unaudited() if cheap.reason is None else not_reached()
                 _compare(case, _judged(cheap.checks + dear, cheap.reward, None), report)
+        progress.replayed = len(judged)
 
     def _read(self, receipt: Receipt, where: str, report: Report) -> TraceFile | None:
         data = self._source.read(trace_file(receipt.trace_digest), MAX_FILE_BYTES)

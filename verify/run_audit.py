@@ -29,6 +29,7 @@ from protocol.verdict import CheckOutcome, Outcome, Receipt, Verdict, check_verd
 from verify.draw import descend, is_drawn
 from verify.in_order import InOrder
 from verify.log_source import Source, epoch_file, read_index
+from verify.progress import Progress
 from verify.rejudge import Rejudge
 from verify.scores import add_scores, evidence
 from verify.standing import LEAST_FIRST, RATE_TOLERANCE, WINDOW, is_lie, rate
@@ -110,11 +111,14 @@ class Opened:
         return {(each.verdict.trace_digest, each.verdict.node): each.verdict for each in self.verdicts}
 
 
-def audit_run(source: Source, rejudge: Rejudge) -> Report:
-    """Check the log of a source. Raises UsageError when it is no log, or changed while it was read."""
+def audit_run(source: Source, rejudge: Rejudge, progress: Progress | None = None) -> Report:
+    """Check the log of a source, keeping `progress` up to date. Raises UsageError when it is no log, or changed while
+    it was read."""
     index = read_index(source)
-    audit = RunAudit(_read_genesis(source, index.run), rejudge)
+    progress = progress or Progress()
+    audit = RunAudit(_read_genesis(source, index.run), rejudge, progress)
     last = max(index.epochs - 1, source.highest_epoch())
+    progress.epochs = last + 1
     lost = dict(index.passed_over)
     absent = version = 0
     while version <= last:
@@ -122,6 +126,7 @@ def audit_run(source: Source, rejudge: Rejudge) -> Report:
             audit.pass_over(version, lost[version])
             absent, version = 0, lost[version] + 1
             continue
+        progress.begin(version)
         data = source.read(epoch_file(version), MAX_EPOCH_BYTES)
         audit.epoch(version, data)
         absent = 0 if data is not None else absent + 1
@@ -153,13 +158,14 @@ def _read_genesis(source: Source, run: str) -> Signed:
 class RunAudit:
     """The steps of SPEC 10.9, epoch by epoch in order of version, then `finish`."""
 
-    def __init__(self, signed: Signed, rejudge: Rejudge) -> None:
+    def __init__(self, signed: Signed, rejudge: Rejudge, progress: Progress) -> None:
         run = run_id(signed)
         genesis = open_genesis(signed, run=run)
         self.report = Report(genesis, signed, run)
         self._genesis = genesis
         self._run = run
         self._rejudge = rejudge
+        self._progress = progress
         self._seals = _Seals(self.report, genesis.audit_anchor)
         self._receipts: InOrder[None] = InOrder()
         self._verdicts: InOrder[Verdict] = InOrder()
@@ -182,7 +188,7 @@ class RunAudit:
         self._check_drawn(opened)
         self._check_verdicts(opened)
         _check_scores(opened, self.report)
-        self._rejudge.epoch(opened, self.report)
+        self._rejudge.epoch(opened, self.report, self._progress)
 
     def _misplaced(self, opened: Opened, version: int) -> None:
         """The file of another epoch: said once, for nothing in it can agree with its place. Its numbers count, so

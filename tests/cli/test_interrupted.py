@@ -3,10 +3,16 @@ left behind."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import re
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +23,23 @@ from typing import Any
 import psutil
 import pytest
 
+from protocol import codec
 from protocol.identity import Identity
+from protocol.log import EpochLog
 from protocol.run import RunAddress
+from protocol.verdict import Receipt
 from tests.verify import small_log
 
 ROOT = Path(__file__).parents[2]
 NOBODY = RunAddress("/ip4/127.0.0.1/tcp/9", Identity(b"\1" * 32).node, b"\2" * 32)
 
 
-def start(folder: Path, module: str, *words: object) -> subprocess.Popen[str]:
+def start(folder: Path, module: str, *words: object, errors: int = subprocess.PIPE) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder.parent / "torch")  # which torch makes as it is imported
     return subprocess.Popen(
         [sys.executable, "-m", module, *map(str, words)],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
         preexec_fn=heed_interrupts,
     )  # fmt: skip
 
@@ -96,8 +105,43 @@ def test_an_audit_that_is_interrupted_is_no_verdict_and_leaves_nothing(scratch: 
         assert asked.wait(60), "the second epoch was never asked for"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "")
+    where = "1 of 3 epochs done"
+    assert (process.returncode, out) == (130, "")
+    assert err == f"rlverify: interrupted: {where}: no verdict on this log\n", "no line of progress where nobody looks"
     assert list(scratch.iterdir()) == [], "the policy that was fetched for the first epoch"
+
+
+def test_an_audit_shows_on_a_terminal_how_far_it_is_and_says_where_it_stopped(scratch: Path, tmp_path: Path) -> None:
+    log = small_log.make().write(tmp_path / "log", traces=True)
+    slow = sorted(traces_of(log, 1))[0]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    with stopping_at(log, f"traces/{slow}.msgpack") as (url, asked):
+        process = start(scratch, "verify.cli", "audit", url, "--sample", "1", "--json", errors=theirs)
+        os.close(theirs)
+        assert asked.wait(60)
+        seen = read_until(ours, r"1 of 3 epochs done; epoch 1: \d+ of \d+ traces replayed, 0 of 1 recomputed by the")
+        process.send_signal(signal.SIGINT)
+        seen += read_until(ours, r"interrupted: 1 of 3 epochs done; epoch 1: \d+ of \d+ traces replayed")
+        out, _ = process.communicate(timeout=60)
+        assert (process.returncode, out) == (130, ""), seen
+    os.close(ours)
+    assert "Traceback" not in seen
+
+
+def traces_of(log: Path, version: int) -> set[str]:
+    epoch = codec.decode(EpochLog, (log / "epochs" / f"{version:06d}.msgpack").read_bytes())
+    return {codec.decode(Receipt, each.receipt.payload).trace_digest.hex() for each in epoch.submissions}
+
+
+def read_until(terminal: int, pattern: str) -> str:
+    """What is written to a terminal up to this; pytest's own limit ends a wait in vain."""
+    seen = ""
+    while not re.search(pattern, seen):
+        ready, _, _ = select.select([terminal], [], [], 60)
+        assert ready, seen
+        seen += os.read(terminal, 4096).decode(errors="replace")
+    return seen
 
 
 @pytest.mark.parametrize(("module", "words"), [("node.cli", ("doctor", NOBODY)), ("node.cli", ("join", NOBODY))])
