@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from protocol.arguments import Parser
 from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ exit codes:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="rlnode",
         description="Work for a reinforcement learning run: draw completions, prove them, send them in.",
         epilog=_EXIT_CODES,

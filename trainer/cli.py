@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from protocol.arguments import Parser, not_empty
+
 _EPILOG = """exit codes:
   0    done; doctor: nothing has to be done
   1    doctor: something has to be done before the run can go on
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="rltrainer",
         description="Reinforcement learning on rollouts from nodes you need not trust.",
         epilog=_EPILOG,
@@ -82,8 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="make a run: key, genesis, settings and first policy")
     init.add_argument("run", type=Path, help="folder to make")
     init.add_argument(
-        "--policy", default="embedded", help="a model folder, hub:ORG/NAME, or 'embedded' (default: a 0.1M demo policy)"
-    )
+        "--policy", type=not_empty, default="embedded",
+        help="a model folder, hub:ORG/NAME, or 'embedded' (default: a 0.1M demo policy)",
+    )  # fmt: skip
     init.add_argument("--name", default="", help="name of the run (default: the folder's)")
     init.add_argument(
         "--environment", action="append", default=[], metavar="NAME[:PARAMETERS][=WEIGHT]",

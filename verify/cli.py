@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from protocol.arguments import Parser, not_empty
 from protocol.limits import MAX_LOG_ITEMS, MAX_TRACE_TOKENS
 
 _MOST_TRACES: Final = 10_000  # drawn here: hours of work
@@ -61,7 +62,7 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="rlverify",
         description="Check a trace file: signatures, lease, replay of the task, seeded sampling, proofs.",
         epilog=_EPILOG,
@@ -306,7 +307,9 @@ def _add_audit(commands: Any) -> None:
         epilog=_AUDIT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    audit.add_argument("log", help="folder written by `rltrainer export-log`, or the URL it is served at")
+    audit.add_argument(
+        "log", type=not_empty, help="folder written by `rltrainer export-log`, or the URL it is served at"
+    )
     audit.add_argument("--policies", type=Path, help="folder of policy folders named by version (default: the log's)")
     which = audit.add_mutually_exclusive_group()
     which.add_argument(

@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from node.cli import main as rlnode
 from protocol.run import EnvironmentShare
 from trainer.cli import main as rltrainer
 from trainer.config import TrainerConfig
@@ -71,6 +72,36 @@ WRONG["verify.cli"] |= {
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", README + "/k"): "the key that signs cannot be written",
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", "{}/./c"): "name a file for each",
 }
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (rltrainer, ("init", "")),
+        (rltrainer, ("init", "run", "--policy", "")),
+        (rltrainer, ("backup", "run", "")),
+        (rltrainer, ("restore", "", "run", "--nothing-lost")),
+        (rltrainer, ("export-trace", "run", "-o", "")),
+        (rltrainer, ("export-trace", "run", "--verdict=")),
+        (rlverify, ("check", "", "--policy", "policy")),
+        (rlverify, ("check", "trace", "--policy", "")),
+        (rlverify, ("audit", "")),
+        (rlverify, ("audit", "log", "--policies", "")),
+        (rlnode, ("status", "--home", "")),
+        (rlnode, ("key", "backup", "")),
+    ],
+)
+def test_an_empty_word_is_not_the_folder_one_is_in(
+    main: Callable[[list[str]], int], words: tuple[str, ...], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 2
+    assert "it is empty: name a file or a folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
 
 PROGRAM = """
 import contextlib, importlib, io, json, sys
