@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from node.config import NodeConfig
     from node.report import Report, Status
+    from protocol.identity import Identity
     from protocol.run import RunAddress
 
 OK: Final = 0
@@ -173,7 +174,9 @@ def _fail(error: RLCommonsError, *, as_json: bool) -> int:
         kind = str(error.code) if isinstance(error, RemoteError) else type(error).__name__
         print(json.dumps({"event": "failed", "error": kind, "text": str(error), "exit": code}), flush=True)
     else:
-        print(f"rlnode: {error}", file=sys.stderr)
+        from protocol.outputs import printable
+
+        print(f"rlnode: {printable(str(error))}", file=sys.stderr)
     return code
 
 
@@ -388,6 +391,7 @@ async def _relay_until_signalled(home: Path, address: RunAddress, listen: str, r
 
 def _status(options: argparse.Namespace) -> int:
     from node.display import describe_status
+    from node.report import at_rest
     from node.store import lock_holder, read_status
 
     home = _home(options)
@@ -395,6 +399,7 @@ def _status(options: argparse.Namespace) -> int:
     holder = lock_holder(home)
     if status is None:
         raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
+    status = status if holder is not None else at_rest(status)
     status["running"] = holder is not None
     status["process"] = holder
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -427,6 +432,7 @@ def _reaudit(options: argparse.Namespace) -> int:
         raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
     from node.display import json_lines, plain_lines
     from node.reaudit import ask_alone, find_trace, hand_over
+    from protocol.outputs import printable
 
     folder = run_folder(home, address.run)
     digest = find_trace(folder, options.digest)
@@ -438,7 +444,7 @@ def _reaudit(options: argparse.Namespace) -> int:
             report = json_lines(sys.stdout) if options.json else plain_lines(sys.stdout)
             answer = ask_alone(address, identity, digest, report)
     values = {"event": "reaudit", "trace": digest.hex(), "granted": answer.granted, "text": answer.text}
-    print(json.dumps(values) if options.json else answer.text)
+    print(json.dumps(values) if options.json else printable(answer.text))
     return OK if answer.granted else REFUSED
 
 
@@ -446,7 +452,12 @@ def _reaudit(options: argparse.Namespace) -> int:
 
 
 def _store(options: argparse.Namespace) -> int:
-    return {"ls": _store_ls, "verify": _store_verify, "gc": _store_gc}[options.action](_home(options), options.json)
+    from node.housekeeping import run_folders
+
+    home = _home(options)
+    if not run_folders(home):
+        raise UsageError(f"no node has run in {home} yet: rlnode join ADDRESS")
+    return {"ls": _store_ls, "verify": _store_verify, "gc": _store_gc}[options.action](home, options.json)
 
 
 def _store_ls(home: Path, as_json: bool) -> int:
@@ -496,9 +507,14 @@ def _store_gc(home: Path, as_json: bool) -> int:
 
 def _key(options: argparse.Namespace) -> int:
     from node.store import Home, key_path, lock_holder
-    from protocol.identity import load_identity, save_identity
+    from protocol.identity import load_identity
 
     home = _home(options)
+    if options.action in ("show", "backup") and not os.path.lexists(key_path(home)):
+        raise UsageError(
+            f"there is no key in {home}: give --home the folder of a node, or make a key (rlnode key new), or take one "
+            "that was backed up (rlnode key restore FILE)"
+        )
     if options.action == "show":
         print(load_identity(key_path(home)).peer_id)
     elif options.action == "new":
@@ -509,15 +525,49 @@ def _key(options: argparse.Namespace) -> int:
         print(identity.peer_id)
     elif options.action == "backup":
         identity = load_identity(key_path(home))
-        save_identity(identity, options.file)
+        if os.path.lexists(options.file):
+            raise UsageError(f"{options.file} exists already and is not overwritten: name another file")
+        _save_key(identity, options.file)
         print(f"{options.file} holds the key of {identity.peer_id}: whoever has it can act as this node")
     else:
         if lock_holder(home) is not None:
             raise UsageError(f"a node is running in {home}: stop it first")
-        identity = load_identity(options.file)
-        save_identity(identity, key_path(home))
+        identity = _load_backup(options.file)
+        if os.path.lexists(key_path(home)):
+            raise UsageError(
+                f"{home} has a key already, {key_path(home)}: move it away first, it may be somebody's identity, or "
+                "give this one another --home"
+            )
+        _save_key(identity, key_path(home))
         print(f"{home} is now {identity.peer_id}; run this identity on one machine only")
     return OK
+
+
+def _load_backup(path: Path) -> Identity:
+    """Raises UsageError: another file would do."""
+    from protocol.errors import KeyFileError
+    from protocol.identity import load_identity
+
+    if not path.is_file():
+        why = "is not a file" if os.path.lexists(path) else "is not there"
+        raise UsageError(f"{path} {why}: name the file that `rlnode key backup` wrote")
+    try:
+        return load_identity(path)
+    except KeyFileError as error:
+        raise UsageError(str(error)) from None
+
+
+def _save_key(identity: Identity, path: Path) -> None:
+    """Raises UsageError where another path would do, and KeyFileError or StorageError where this machine fails."""
+    from protocol.identity import save_identity
+    from protocol.outputs import check_target, unwritable
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable("the key", path, error) from None
+    check_target("the key", path)
+    save_identity(identity, path)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How a node's events are shown: JSON lines for scripts, plain lines for logs, one live panel for people.
 
+What a trainer or another node wrote may be in any of them: people are shown nothing that is not printable.
 Not here: what happens (report.py).
 """
 
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TextIO
 
-from node.report import Event, Level, Report, Status
+from node.report import KILLED, Event, Level, Report, Status, at_rest
 from node.store import size_text
+from protocol.outputs import printable
 
 _STYLES: Final = {Level.DETAIL: "dim", Level.INFO: "", Level.WARNING: "yellow", Level.ERROR: "bold red"}
 _PANEL_PER_SECOND: Final = 2
@@ -39,7 +41,7 @@ def plain_lines(out: TextIO) -> Report:
         if event.level is Level.DETAIL:
             return
         mark = "" if event.level is Level.INFO else f"{event.level}: "
-        out.write(f"{time.strftime('%H:%M:%S')} {mark}{event.text}\n")
+        out.write(f"{time.strftime('%H:%M:%S')} {mark}{printable(event.text)}\n")
         out.flush()
 
     return show
@@ -106,15 +108,13 @@ def _logging_to(report: Report) -> Iterator[Report]:
 
 def summary(status: Status) -> str:
     """The figures in one line."""
-    refused = sum(status.refused.values())
-    reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
+    plain, refused = status.plain(), sum(status.refused.values())
     policy = "none" if status.policy_version is None else str(status.policy_version)
     fetching = f"fetching {status.download}; " if status.download else ""
     return (
         f"{fetching}policy {policy}, {status.slots_busy} of {status.slots_total} slots busy, {status.in_flight} in "
-        f"flight, "
-        f"{status.tokens.rate():.0f} tok/s, {status.traces_drawn} traces drawn, {status.traces_received} received, "
-        f"{status.accepted} accepted, {refused} refused, {status.unsent} waiting{reward}"
+        f"flight, {status.tokens.rate():.0f} tok/s; traces {_traces(plain)}; verdicts: {status.accepted} accepted, "
+        f"{refused} refused{_earlier(_judged(plain), plain)}"
     )
 
 
@@ -128,9 +128,8 @@ def _panel(status: Status) -> Iterator[Report]:
 
     def show(event: Event) -> None:
         if event.level is not Level.DETAIL:
-            console.print(
-                f"{time.strftime('%H:%M:%S')} {event.text}", style=_STYLES[event.level], markup=False, highlight=False
-            )
+            line = f"{time.strftime('%H:%M:%S')} {printable(event.text)}"
+            console.print(line, style=_STYLES[event.level], markup=False, highlight=False)
 
     with live:
         yield show
@@ -139,12 +138,13 @@ def _panel(status: Status) -> Iterator[Report]:
 def _table(status: Status) -> Any:
     from rich.panel import Panel
     from rich.table import Table
+    from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(status):
-        table.add_row(name, value)
+        table.add_row(name, Text(printable(value)))
     return Panel(table, title=f"rlnode {status.node[-8:]}", title_align="left", border_style="dim")
 
 
@@ -162,13 +162,8 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
         yield "disk", why
     yield from _sharing(status.plain())
     yield "work", _work(status.plain())
-    reward = f", mean reward {status.reward_sum / status.traces_drawn:.2f}" if status.traces_drawn else ""
-    yield (
-        "traces",
-        f"{status.traces_drawn} drawn, {status.traces_received} received, {status.unsent} waiting to be sent{reward}",
-    )
-    refused = ", ".join(f"{reason} {count}" for reason, count in status.refused.items()) or "none"
-    yield "verdicts", f"{status.accepted} accepted, refused: {refused}"
+    yield "traces", _traces(status.plain())
+    yield "verdicts", _verdicts(status.plain())
     if status.last_refusal:
         yield "last refusal", status.last_refusal[:200]
 
@@ -181,6 +176,31 @@ def _work(status: dict[str, Any]) -> str:
         f"{status.get('in_flight', 0)} completions in flight, {status['slots_waiting']} not begun, "
         f"{status['tokens_per_second']:.0f} tok/s" + ("" if cache is None else f", {cache:.0%} of the KV cache")
     )
+
+
+def _traces(status: dict[str, Any]) -> str:
+    """What of them came about since the node started. `status`: as Status.plain gives it."""
+    reward = "" if status["mean_reward"] is None else f", mean reward {status['mean_reward']:.2f}"
+    return (
+        f"since it started: {status['traces_drawn']} drawn, {status['traces_received']} received"
+        f"{_earlier(status['traces_received'], status)}, {status['unsent_traces']} waiting to be sent{reward}"
+    )
+
+
+def _verdicts(status: dict[str, Any]) -> str:
+    refused = ", ".join(f"{reason} {count}" for reason, count in status["refused"].items()) or "none"
+    told = f"since it started: {status['accepted']} accepted, refused: {refused}"
+    return told + _earlier(_judged(status), status)
+
+
+def _judged(status: dict[str, Any]) -> int:
+    counts: list[int] = [*status["refused"].values(), *status.get("not_judged", {}).values()]
+    return int(status["accepted"]) + sum(counts)
+
+
+def _earlier(count: int, status: dict[str, Any]) -> str:
+    """A word on counts of more than was drawn since the node started: it left traces when it last ended."""
+    return " (with traces drawn before)" if count > status["traces_drawn"] else ""
 
 
 def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,7 +217,8 @@ def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "policies", "; ".join(", ".join(each) for each in (came, sources) if each)
     if status.get("given_bytes"):
         given, rate = size_text(status["given_bytes"]), size_text(status.get("giving_bytes_per_second", 0))
-        yield "sharing", f"{given} of policies given to other nodes, {rate}/s now"
+        now = f", {rate}/s now" if status.get("running", True) else ""
+        yield "sharing", f"{given} of policies given to other nodes{now}"
     if relays := status.get("relays", 0):
         through = f"through {relays} relay{'s' if relays > 1 else ''}"
         if status.get("behind_nat"):
@@ -208,36 +229,34 @@ def _sharing(status: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def describe_status(status: dict[str, Any], width: int | None = None) -> str:
     """What `rlnode status` prints of status.json; lines are broken at spaces where a terminal has `width` columns."""
-    age = max(0.0, time.time() - float(status.get("written", 0)))
-    running = f"running (process {status['process']})" if status["running"] else f"not running, stopped {_age(age)} ago"
-    refused = ", ".join(f"{reason} {count}" for reason, count in status["refused"].items()) or "none"
-    reward = "" if status["mean_reward"] is None else f", mean reward {status['mean_reward']:.2f}"
-    rows = [
-        ("node", status["node"]),
-        ("state", f"{running}, {status['state']}" if status["running"] else running),
-        ("trainer", f"{status['trainer']} ({'connected' if status['connected'] else 'not connected'})"),
-        ("engine", status["engine"] or "none"),
-        ("policy", f"{_or_none(status['policy_version'])} (newest {_or_none(status['latest_version'])})"),
-        ("work", _work(status)),
-        (
-            "traces",
-            f"{status['traces_drawn']} drawn, {status['traces_received']} received, {status['unsent_traces']} waiting "
-            f"to be sent{reward}",
-        ),
-        ("verdicts", f"{status['accepted']} accepted, refused: {refused}"),
-    ]
+    if not status["running"]:
+        status = at_rest(status)
+    rows = [("node", status["node"]), ("state", _state(status))]
+    rows += [("disk", why) for why in status.get("disk_waits", {}).values()]
+    rows.append(("trainer", f"{status['trainer']} ({'connected' if status['connected'] else 'not connected'})"))
+    if status.get("lost_because"):
+        rows.append(("no contact", status["lost_because"]))
+    rows.append(("engine", status["engine"] or "none"))
+    rows.append(("policy", f"{_or_none(status['policy_version'])} (newest {_or_none(status['latest_version'])})"))
     if status.get("download"):
-        rows.insert(5, ("fetching", status["download"]))
-    rows += _sharing(status)
-    if status["running"] and status.get("lost_because"):
-        rows.insert(3, ("no contact", status["lost_because"]))
+        rows.append(("fetching", status["download"]))
     if status["running"]:
-        rows[2:2] = [("disk", why) for why in status.get("disk_waits", {}).values()]
+        rows.append(("work", _work(status)))
+    rows += [("traces", _traces(status)), ("verdicts", _verdicts(status)), *_sharing(status)]
     if status["last_refusal"]:
         rows.append(("last refusal", status["last_refusal"]))
+    rows = [(name, printable(value)) for name, value in rows]
     if width is not None:
         rows = [(name, _broken(value, width - _INDENT)) for name, value in rows]
     return "\n".join(f"{name:>12}  {value}" for name, value in rows)
+
+
+def _state(status: dict[str, Any]) -> str:
+    if status["running"]:
+        return f"running (process {status['process']}), {status['state']}"
+    age = _age(max(0.0, time.time() - float(status.get("written", 0))))
+    how = "killed, or cut off with the machine," if status["state"] == KILLED else "stopped"
+    return f"not running, {how} {age} ago; what follows is of that moment"
 
 
 _INDENT: Final = 14

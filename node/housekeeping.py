@@ -110,13 +110,14 @@ def look(home: Path) -> list[Holding]:
 def _holding(home: Path, folder: Path, *, running: bool) -> Holding:
     held, unsent, leases = _held(folder), read_unsent(folder), read_leases(folder)
     pieces = [size for path in _pieces(folder) if (size := _size(path)) is not None]
-    newest = {each.version for each in held[-(_KEPT_WHILE_RUNNING if running else 1) :]}
+    newest = [each.version for each in held[-(_KEPT_WHILE_RUNNING if running else 1) :]]
     in_engine = _in_engine(home, folder) if running else None
     traces, leased = Counter(unsent.values()), Counter(lease.policy_version for lease in leases)
     kept = []
     for each in held:
         reasons = [
-            *(["newest"] if each.version in newest else []),
+            *(["newest"] if each.version in newest[-1:] else []),
+            *([f"one of the newest {len(newest)}, for the running node"] if each.version in newest[:-1] else []),
             *(["in the engine"] if each.version == in_engine else []),
             *([f"{traces[each.version]} unsent traces"] if traces[each.version] else []),
             *([f"{leased[each.version]} leases"] if leased[each.version] else []),

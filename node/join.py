@@ -21,7 +21,7 @@ from node.mirror import MirrorSource
 from node.neighbours import Neighbours, meeting_point
 from node.peers import Circle, PeerBook, PeerExchange, told_addresses
 from node.relaying import Relaying
-from node.report import Event, Level, Report, Status, noted
+from node.report import STOPPED, Event, Level, Report, Status, noted
 from node.scout import Scout
 from node.serving import BlobServer
 from node.session import Parts, TrainerClock, TrainerLink
@@ -91,12 +91,13 @@ async def join(
         stores.save_address(config.home, config.address)
         _introduce(config, identity, made, report, status)
         store = home.run(config.address.run, config)
+        _write_status(config, status)  # at once: what the last process wrote is no longer true
         try:
             async with (open_host or open_p2p_host(config))(identity) as host:
                 with foremost():
                     await _run_parts(config, identity, store, host, report, status, stop, make)
         finally:
-            status.state, status.connected = "stopped", False
+            status.state, status.connected = STOPPED, False
             _write_status(config, status)
 
 
@@ -107,6 +108,8 @@ def _introduce(config: NodeConfig, identity: Identity, made: bool, report: Repor
     advice = f"; keep a copy: rlnode key backup FILE --home {config.home}" if made else ""
     text = f"this node is {identity.peer_id}{' (new)' if made else ''}, home {config.home}{advice}"
     report(Event("started", text, values={"node": identity.peer_id, "home": str(config.home)}))
+    text = f"loading the libraries of the network and of the engine ({config.engine}); the trainer is called after that"
+    report(Event("loading", text, values={"engine": config.engine}))
 
 
 async def _run_parts(

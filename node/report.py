@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 RATE_SECONDS: Final = 20.0  # rates shown are means over so long
+STOPPED: Final = "stopped"  # the state of a node that ended in order
+KILLED: Final = "killed"  # and of one that did not
 
 
 class Level(StrEnum):
@@ -153,6 +155,18 @@ class Status:
             "started": self.started,
             "written": time.time(),
         }
+
+
+def at_rest(plain: dict[str, Any]) -> dict[str, Any]:
+    """What is still true of a status once its process is gone, which may have been before it could say so."""
+    now = Status().plain()
+    moment = (
+        "connected", "lost_because", "slots_busy", "slots_total", "turns_waiting", "in_flight", "cache_used",
+        "slots_waiting", "tokens_per_second", "download", "downloading", "giving_bytes_per_second", "disk_waits",
+        "relays", "behind_nat",
+    )  # fmt: skip
+    state = STOPPED if plain["state"] == STOPPED else KILLED
+    return {**plain, **{name: now[name] for name in moment}, "state": state}
 
 
 def noted(report: Report, status: Status) -> Report:

@@ -36,7 +36,7 @@ from protocol.envelope import Signed
 from protocol.errors import DecodeError, KeyFileError, PolicyError, StorageError, UsageError
 from protocol.lease import Lease
 from protocol.messages import Timing
-from protocol.outputs import cause
+from protocol.outputs import cause, unwritable
 from protocol.policy import Delta, Manifest, PolicyFile, policy_root
 from protocol.policy_delta import fill
 from protocol.run import RunAddress
@@ -64,7 +64,10 @@ def _named(what: str, path: Path, needed: int = 0) -> Iterator[None]:
             raise StorageError(
                 f"the disk is full: {what} needs {size_text(needed) if needed else 'more space'} in {path}: free some"
             ) from error
-        raise StorageError(f"{what} failed at {path}: {error.strerror or error}") from error
+        raise StorageError(
+            f"{what} failed at {path}: {cause(error)}: look who may write there and how that disk is, or use another "
+            "home with --home FOLDER"
+        ) from error
 
 
 def write_whole(path: Path, data: bytes, what: str, *, lasting: bool = True) -> None:
@@ -162,7 +165,7 @@ def _ends_in_mid_line(path: Path) -> bool:
 class Home:
     """A home folder held by this process alone. Use as a context manager.
 
-    Raises StorageError when another process holds it or the folder cannot be used.
+    Raises UsageError where no home can be in that place, StorageError when another process holds it or the disk fails.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -170,9 +173,11 @@ class Home:
         self._lock: int | None = None
 
     def __enter__(self) -> Home:
-        with _named("opening the home folder", self.folder):
+        try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise unwritable("this node's home (--home FOLDER)", self.folder, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

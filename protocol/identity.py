@@ -18,6 +18,8 @@ from protocol.outputs import cause
 
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
+PRIVATE_BYTES = 32
+_MOST_KEY_FILE_BYTES = 1024  # hex digits and what an editor leaves around them
 
 # SPEC 6: the domain of a signature never travels; it is fixed by the object that is signed.
 DOMAIN_GENESIS = b"rlcommons/genesis/1"
@@ -160,28 +162,37 @@ def _unwritable(path: Path, error: OSError) -> KeyFileError:
 def load_identity(path: Path) -> Identity:
     """Read a key file written by `save_identity`.
 
-    Raises KeyFileError when it is missing, unreadable, owned by someone else, readable by others
-    or not a key; the message says which and what to do.
+    Raises KeyFileError when it is missing, unreadable, not a key, owned by someone else or readable by others; the
+    message says which and what to do.
     """
     try:
         info = path.stat()
-        if info.st_uid != os.geteuid():
-            raise KeyFileError(
-                f"the key file {path} belongs to user id {info.st_uid}, not to you ({os.geteuid()}): "
-                "run as its owner, or use a key of your own"
-            )
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            raise KeyFileError(f"the key file {path} can be read by other users: run chmod 600 {path}")
-        text = path.read_text(encoding="ascii").strip()
-        private = bytes.fromhex(text)
+        is_ours = info.st_uid == os.geteuid()
+        private = _private_bytes(path) if is_ours or os.access(path, os.R_OK) else b""
     except FileNotFoundError:
         raise KeyFileError(f"no key file at {path}: restore a backup, or start afresh with a new key") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise KeyFileError(
-            f"cannot read the key file {path}: {cause(error)}: restore a backup, or look who may read it"
+            f"cannot read the key file {path}: {cause(error)}: look who may read it, or take a backup of it"
         ) from None
-    except ValueError:
-        private = b""
-    if len(private) != 32:
+    if private is None:
         raise KeyFileError(f"{path} is not a key file: it should hold 64 hex digits")
+    if not is_ours:
+        raise KeyFileError(
+            f"the key file {path} belongs to user id {info.st_uid}, not to you ({os.geteuid()}): "
+            "run as its owner, or use a key of your own"
+        )
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise KeyFileError(f"the key file {path} can be read by other users: run chmod 600 {path}")
     return Identity(private)
+
+
+def _private_bytes(path: Path) -> bytes | None:
+    """The private key in a file; None: that is no key file. Raises OSError."""
+    with path.open("rb") as file:
+        data = file.read(_MOST_KEY_FILE_BYTES)
+    try:
+        private = bytes.fromhex(data.decode("ascii").strip())
+    except ValueError:
+        return None
+    return private if len(private) == PRIVATE_BYTES else None

@@ -134,18 +134,43 @@ def test_a_relay_needs_a_run_and_a_rate(tmp_path: Path) -> None:
 
 def test_a_key_is_backed_up_and_restored(tmp_path: Path) -> None:
     home, other, copy = tmp_path / "home", tmp_path / "other", tmp_path / "copy.key"
-    assert rlnode("key", "show", home=home).returncode == 3
+    none = rlnode("key", "show", home=home)
+    assert none.returncode == 2 and f"there is no key in {home}: give --home" in none.stderr
+    assert rlnode("key", "backup", copy, home=home).returncode == 2 and not home.exists() and not copy.exists()
     identity = Identity.generate()
     save_identity(identity, home / "key")
     shown = rlnode("key", "show", home=home)
     assert shown.stdout.strip() == identity.peer_id
     saved = rlnode("key", "backup", copy, home=home)
     assert saved.returncode == 0 and copy.stat().st_mode & 0o777 == 0o600
-    assert rlnode("key", "backup", copy, home=home).returncode == 3  # never overwritten
+    again = rlnode("key", "backup", copy, home=home)  # never overwritten
+    assert again.returncode == 2 and f"{copy} exists already and is not overwritten: name another" in again.stderr
+    below = rlnode("key", "backup", copy / "below", home=home)
+    assert below.returncode == 2 and "choose another place" in below.stderr
     restored = rlnode("key", "restore", copy, home=other)
     assert restored.returncode == 0 and identity.peer_id in restored.stdout
     assert rlnode("key", "show", home=other).stdout.strip() == identity.peer_id
-    assert rlnode("key", "restore", copy, home=home).returncode == 3  # nor is an identity
+    over = rlnode("key", "restore", copy, home=home)  # nor is an identity
+    assert over.returncode == 2 and "has a key already" in over.stderr and identity.peer_id in saved.stdout
+
+
+def test_what_is_no_backup_is_said_before_who_may_read_it(tmp_path: Path) -> None:
+    trace, home = tmp_path / "trace.msgpack", tmp_path / "home"
+    trace.write_bytes(b"\x82\xff" * 99)
+    trace.chmod(0o644)
+    for path, told in (
+        (trace, f"{trace} is not a key file: it should hold 64 hex digits"),
+        (tmp_path / "none", "none is not there: name the file that `rlnode key backup` wrote"),
+        (tmp_path, "is not a file: name the file"),
+    ):
+        done = rlnode("key", "restore", path, home=home)
+        assert done.returncode == 2 and told in done.stderr and not home.exists(), done.stderr
+
+
+def test_a_home_that_cannot_be_made_is_the_person_s_to_change(tmp_path: Path) -> None:
+    for words in (("join", NOBODY, "--cpu"), ("key", "new")):
+        done = rlnode(*words, home=Path("/proc/nx"))
+        assert done.returncode == 2 and "/proc/nx: No such file or directory: choose another place" in done.stderr
 
 
 def test_the_id_of_a_node_can_be_had_before_it_joins(tmp_path: Path) -> None:
@@ -269,7 +294,8 @@ async def second_join(trainer: SmallTrainer, home: Path) -> None:
     assert times["GetLeases"] - times["Hello"] < 3
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in out.splitlines()]
     assert re.fullmatch(rf"this node is 12D3KooW\w+, home {re.escape(str(home))}", lines[0])
-    assert re.fullmatch(r"joined run 'small' at 12D3KooW\w+ \(rltrainer 9.9, protocol 1.0\), policy 0", lines[1])
+    assert lines[1].startswith("loading the libraries of the network and of the engine (transformers); ")
+    assert re.fullmatch(r"joined run 'small' at 12D3KooW\w+ \(rltrainer 9.9, protocol 1.0\), policy 0", lines[2])
     assert not any("policy 0 is here" in line for line in lines)
     assert "stopping: sending what is finished, giving leases back" in lines
 

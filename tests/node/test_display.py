@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 import trio
+from rich.console import Console
 
 from node.cli import main
-from node.display import describe_status
+from node.display import _table, describe_status, plain_lines, summary
 from node.relaying import Relaying
 from node.report import Event, Level, Status, noted
-from node.store import write_status
+from node.store import Home, write_status
 from protocol.identity import Identity
 from protocol.net import memory, p2p
 from protocol.net.base import Address, Host, RelayLimits
@@ -45,6 +48,57 @@ def test_why_a_node_has_no_contact_is_in_its_status() -> None:
     shown = rows(status)
     assert shown["no contact"] == why and "not connected" in shown["trainer"]
     assert status.plain()["lost_because"] == why and "no contact" not in rows(Status())
+
+
+EVIL = "\x1b[31mEVIL\x1b[0m\nsecond line [red]"
+ESCAPED = r"\x1b[31mEVIL\x1b[0m\nsecond line [red]"
+
+
+def test_what_a_stranger_wrote_drives_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a log, in the panel and in `rlnode status`: a run's name, a reason, an engine, an address."""
+    out, status = io.StringIO(), Status(trainer=EVIL, engine=EVIL, last_refusal=EVIL, lost_because=EVIL, download=EVIL)
+    status.refused[EVIL] = 1
+    plain_lines(out)(Event("connected", f"joined run '{EVIL}'"))
+    assert out.getvalue().endswith(f"joined run '{ESCAPED}'\n") and out.getvalue().count("\n") == 1
+    panel = io.StringIO()
+    Console(file=panel, width=200).print(_table(status))
+    assert panel.getvalue().count(ESCAPED) == 5 and "\x1b" not in panel.getvalue()
+    write_status(tmp_path, status.plain())
+    with Home(tmp_path):
+        assert main(["status", "--home", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert told.count(ESCAPED) == 6 and "\x1b" not in told and "\nsecond" not in told
+
+
+def test_a_node_that_was_killed_is_not_said_to_be_connected_or_at_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = Status(trainer="/ip4/…", state="drawing", connected=True, slots_busy=31, slots_total=32, in_flight=33)
+    status.tokens.add(999)
+    status.given_bytes, status.relays, status.disk_waits = 5, 1, {"the download": "no room"}
+    write_status(tmp_path, status.plain())
+    assert main(["status", "--home", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "(not connected)" in told and "not running, killed, or cut off with the machine, 0 s ago; what follows" in told
+    )
+    for word in ("slots busy", "tok/s", "in flight", "/s now", "through 1 relay", "no room"):
+        assert word not in told
+    assert main(["status", "--home", str(tmp_path), "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["running"], plain["state"], plain["connected"], plain["slots_busy"]) == (False, "killed", False, 0)
+    write_status(tmp_path, {**status.plain(), "state": "stopped", "connected": False})
+    assert main(["status", "--home", str(tmp_path)]) == 0
+    assert "not running, stopped 0 s ago; what follows" in capsys.readouterr().out
+
+
+def test_counts_of_what_an_earlier_start_left_are_said_to_be_so() -> None:
+    status = Status(accepted=21, traces_received=3)
+    assert rows(status)["traces"].startswith("since it started: 0 drawn, 3 received (with traces drawn before), 0 wait")
+    assert rows(status)["verdicts"] == "since it started: 21 accepted, refused: none (with traces drawn before)"
+    assert "verdicts: 21 accepted, 0 refused (with traces drawn before)" in summary(status)
+    status.traces_drawn = 21
+    assert "before" not in rows(status)["traces"] + rows(status)["verdicts"] + summary(status)
 
 
 def test_in_a_narrow_terminal_lines_are_broken_between_words() -> None:

@@ -85,7 +85,10 @@ def test_beside_a_running_node_old_policies_alone_go(home: Path) -> None:
     half = run_folder(home, RUN) / "policies" / "v00000009-00.unfinished"
     half.mkdir()
     with Home(home):
+        reasons = {policy.version: policy.reasons for policy in look(home)[0].policies}
         gone, _ = collect(home)
+    kept = ("one of the newest 3, for the running node",)
+    assert (reasons[6], reasons[7], reasons[8]) == (kept, kept, ("newest",))
     assert gone == ["policy 1", "policy 5"]
     assert versions(home) == [2, 3, 4, 6, 7, 8]
     assert half.exists() and len(list((run_folder(home, RUN) / "blobs").iterdir())) == 1
@@ -107,10 +110,16 @@ def test_damage_is_found_and_named(home: Path, capsys: pytest.CaptureFixture[str
     assert said == [str(policy), str(piece)]
 
 
-def test_a_home_that_is_not_there_holds_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert look(tmp_path / "none") == [] and list(verify(tmp_path / "none")) == []
-    assert main(["store", "ls", "--home", str(tmp_path / "none")]) == 0
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("action", ["ls", "verify", "gc"])
+def test_a_home_that_is_not_there_holds_nothing(
+    tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = tmp_path / "none"
+    assert look(where) == [] and list(verify(where)) == []
+    assert main(["store", action, "--home", str(where)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == f"rlnode: no node has run in {where} yet: rlnode join ADDRESS\n"
+    assert not where.exists()
 
 
 # --- the budget of a node ---

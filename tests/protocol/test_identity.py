@@ -56,6 +56,15 @@ def test_a_key_file_others_can_read_is_refused_with_the_remedy(who: Identity, tm
         load_identity(path)
 
 
+def test_a_file_that_is_no_key_is_told_so_whoever_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.msgpack"
+    path.write_bytes(b"\x82\xff" * 99)
+    path.chmod(0o644)
+
+    with pytest.raises(KeyFileError, match="is not a key file: it should hold 64 hex digits"):
+        load_identity(path)
+
+
 @needs_root
 def test_someone_else_s_key_file_is_refused(who: Identity, tmp_path: Path) -> None:
     path = tmp_path / "key"
