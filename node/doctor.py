@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from node.cards import parse_cards
-from node.config import DISK_RESERVE_BYTES, GIB
+from node.config import DISK_RESERVE_BYTES, GIB, default_threads
 from node.store import free_text, key_path, lock_holder, size_text
 from protocol import limits, messages
 from protocol.diagnosis import Finding, Level
@@ -36,6 +36,7 @@ def examine(home: Path, address: RunAddress | None, device: str) -> Iterator[Fin
     yield from _packages()
     yield _vllm(device)
     yield _device(device)
+    yield from _load(home, device)
     yield _home_folder(home)
     manifest: Manifest | None = None
     for each in _trainer(home, address, device):
@@ -101,6 +102,25 @@ def _device(device: str) -> Finding:
             text = f"there is no CUDA device {number} ({listed or 'torch finds none'}): use --cpu"
             return Finding("device", Level.ACT, text)
     return Finding("device", Level.OK, f"--gpu {device.removeprefix('cuda:')}; here are {listed}")
+
+
+def _load(home: Path, device: str) -> Iterator[Finding]:
+    if device != "cpu" or not hasattr(os, "getloadavg"):
+        return
+    threads, load = default_threads(), os.getloadavg()[0]
+    if lock_holder(home) is not None:
+        load -= threads  # what this node makes of it itself
+    yield busy(load, os.cpu_count() or 1, threads)
+
+
+def busy(load: float, processors: int, threads: int) -> Finding:
+    """Whether a node of so many threads fits beside the load that others make. With a thread for each processor of a
+    busy machine all threads wait for the one whose turn comes last, at each layer of each token."""
+    text = f"the load of others is {max(0.0, load):.1f}, on {processors} processors"
+    if load <= processors or threads < processors:
+        return Finding("load", Level.OK, text)
+    advice = f"rlnode join --threads {max(1, processors // 2)} may be several times faster here"
+    return Finding("load", Level.WARNING, f"{text}, and a node takes all of them unless told otherwise: {advice}")
 
 
 def _home_folder(home: Path) -> Finding:

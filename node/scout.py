@@ -70,6 +70,7 @@ class Scout:
             self._report(Event("manifest_refused", text, Level.DETAIL, {"peer": source.name}))
             return
         if self._follower.highest > before:
-            text = f"policy {self._follower.highest} is out, says {source.name}, while the trainer is away"
+            why = "while the trainer is away" if self._status.lost_because else "before the trainer was reached"
+            text = f"policy {self._follower.highest} is out, says {source.name}, {why}"
             values = {"version": self._follower.highest, "peer": source.name}
             self._report(Event("manifest_found", text, Level.INFO, values))

@@ -92,7 +92,8 @@ class FetchingNode:
         """Keep one session with the trainer: greet it, take what it announces, ask who else is there."""
         try:
             stream = await self.host.open(address.dial, messages.SESSION_PROTOCOL, seconds=10)
-        except NetError:
+        except NetError as error:
+            self.status.lost_because = str(error)
             return
         session = Session(stream)
         asker = Asker(session, self.events.append, Random())
@@ -101,7 +102,7 @@ class FetchingNode:
                 nursery.start_soon(session.run, _refuse, self._on_notice)
                 hello = hello_of(address.run, ENGINE)
                 welcome = await asker.once(hello, messages.Welcome, "greeting the trainer")
-                self.status.connected = True
+                self.status.connected, self.status.lost_because = True, ""
                 self.follower.offer(welcome.manifest)
                 await self.exchange.run(asker)
         except* (NetError, RemoteError):

@@ -196,6 +196,26 @@ def test_a_node_whose_trainer_is_away_finds_policy_and_pieces_on_a_mirror(tmp_pa
         trio.run(scenario, source)
 
 
+def test_a_trainer_is_said_to_be_away_once_it_was_called_in_vain(tmp_path: Path) -> None:
+    trainer = SmallTrainer()
+    publish(trainer.publish(EMBEDDED, 4), tmp_path / "mirror")
+
+    async def scenario(source: MirrorSource) -> None:
+        async with node_without_trainer(tmp_path / "home", trainer, source) as node:
+            await node.until_ready(4)
+            await node.follow(node.config.address)
+            publish(trainer.publish(EMBEDDED, 5), tmp_path / "mirror")
+            await node.until_ready(5)
+            said = [event.text for event in node.said("manifest_found")]
+            assert said == [
+                f"policy 4 is out, says {source.name}, before the trainer was reached",
+                f"policy 5 is out, says {source.name}, while the trainer is away",
+            ]
+
+    with served(tmp_path / "mirror") as server, mirror(server) as source:
+        trio.run(scenario, source)
+
+
 def test_a_mirror_that_lies_is_done_without(tmp_path: Path) -> None:
     trainer = SmallTrainer()
     policy = trainer.publish(EMBEDDED, 4)
