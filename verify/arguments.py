@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from protocol.environments import base
-from protocol.errors import UsageError
+from protocol.errors import KeyFileError, UsageError
 from protocol.identity import load_identity
 from protocol.outputs import cause, check_apart, check_target
 from protocol.policy import policy_files
@@ -40,7 +40,7 @@ def require_new_file(path: Path, what: str) -> None:
 def require_calibrating(
     policy: Path, traces: Path | None, environment: tuple[str, str], dtypes: tuple[str, str], key: Path, out: Path
 ) -> None:
-    """What `rlverify calibrate` needs. Raises UsageError, PolicyError, KeyFileError."""
+    """What `rlverify calibrate` needs. Raises UsageError, PolicyError."""
     require_policy_folder(policy)
     require_folder(traces, "the folder of the trace files of trusted nodes")
     check_apart([("the calibration", out), ("the key that signs", key)])
@@ -48,7 +48,10 @@ def require_calibrating(
     limits_for(*dtypes)
     base.load(*environment)
     if key.exists():
-        load_identity(key)
+        try:
+            load_identity(key)
+        except KeyFileError as error:
+            raise UsageError(f"{error}; or give --key a free name, where a new key is made") from None
     else:
         check_target("the key that signs", key)
 

@@ -71,6 +71,7 @@ WRONG["verify.cli"] |= {
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--traces", README): "give the folder of the trace files",
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", README + "/k"): "the key that signs cannot be written",
     (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", "{}/./c"): "name a file for each",
+    (*_CALIBRATE, str(EMBEDDED), "--out", "{}/c", "--key", "{}"): "or give --key a free name, where a new key is made",
 }
 
 
