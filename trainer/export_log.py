@@ -61,12 +61,14 @@ def _export(run: Run, ledger: Ledger, out: Path, *, traces: bool, policies: bool
     # A reader who finds this, or another one at the end than at the beginning, knows that files changed below him.
     _describe(run, out, before, before, (), complete=False)
     replace(out / "genesis.msgpack", codec.encode(run.signed_genesis))
-    # Numbers of receipts and verdicts have no gap in one state of the ledger.
+    # Numbers of receipts and verdicts have no gap in one state of the ledger, and what a trace's file carries beside
+    # the trace is then of its epoch: a verdict that is given meanwhile is in neither.
     with ledger.snapshot():
         sealed = ledger.sealed()
         epochs = _write_epochs(ledger, out / "epochs", before)
         lost = _passed_over([version for version in ledger.versions() if version < epochs])
-    written = sum(_write_traces(run, ledger, out / "traces", each, each < before) for each in range(epochs) if traces)
+        kept = range(epochs) if traces else ()
+        written = sum(_write_traces(run, ledger, out / "traces", each, each < before) for each in kept)
     copied = _copy_policies(run, out / "policies", epochs) if policies else 0
     _describe(run, out, epochs, sealed, lost, complete=True)
     return Exported(epochs, sealed, written, copied)

@@ -7,19 +7,21 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 
+import trainer.export_log as exporting
 import trainer.office
-from protocol import messages
-from protocol.envelope import unseal
+from protocol import codec, messages
+from protocol.envelope import Signed, seal, unseal
 from protocol.log import Epoch, epoch_root
 from protocol.policy import policy_root
 from protocol.run import EnvironmentShare
-from protocol.verdict import Outcome, Reason
+from protocol.verdict import Outcome, Reason, Verdict
 from tests.trainer.scripted_node import Client, Script, Trainer, on_trio, trainer_at_work
 from trainer.audit_draw import AuditChain
 from trainer.cli import main
@@ -28,7 +30,7 @@ from trainer.epochs import closable, epoch_log
 from trainer.export_log import export_log
 from trainer.init import init_run
 from trainer.ledger import LeaseState, Ledger, SubmissionState
-from trainer.rundir import Run, load_secrets, open_run
+from trainer.rundir import Run, load_run_identity, load_secrets, open_run
 from verify.draw import is_of_chain
 from verify.log_source import FolderSource
 from verify.rejudge import Rejudge
@@ -243,6 +245,32 @@ async def test_the_log_of_a_run_that_is_served_is_written_and_agreed_with(
         assert {"epochs/000000.msgpack", "epochs/000001.msgpack"} <= same
         assert not {"epochs/000002.msgpack", "epochs/000003.msgpack"} & same
         assert not audited(out).disagreeing
+
+
+@on_trio
+async def test_a_verdict_given_while_the_log_is_written_accuses_nobody(
+    run: Run, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with trainer_at_work(run) as trainer, trainer.node() as client:
+        await answer(trainer, client, script, 0)
+        write_epochs = exporting._write_epochs
+
+        def judged_again(ledger: Ledger, folder: Path, first: int) -> int:
+            after = write_epochs(ledger, folder, first)
+            row = ledger.submission(ledger.submitted(0)[0])
+            assert row is not None
+            newest = ledger.verdict(row.digest, row.node)
+            assert newest is not None
+            verdict = codec.decode(Verdict, codec.decode(Signed, newest).payload)
+            again = codec.encode(seal(load_run_identity(run), replace(verdict, judged_ms=verdict.judged_ms + 1)))
+            trainer.ledger.add_verdict(row.node, row.digest, row.state, None, verdict.audited, 0, again)
+            return after
+
+        monkeypatch.setattr(exporting, "_write_epochs", judged_again)
+        export_log(run, Ledger(run.folder.ledger, read_only=True), tmp_path / "log", traces=True, policies=True)
+    report = audited(tmp_path / "log")
+    assert [f"{each.where}: {each.what}" for each in report.disagreements] == []
+    assert report.counts["traces replayed"] > 0
 
 
 def test_a_folder_of_another_run_is_left_alone(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
