@@ -15,7 +15,7 @@ from protocol import codec, identity
 from protocol.envelope import Signed, unseal
 from protocol.errors import Code, DecodeError, PolicyError, RemoteError, UsageError
 from protocol.limits import MAX_MANIFEST_BYTES
-from protocol.outputs import cause
+from protocol.outputs import cause, printable
 from protocol.policy import Manifest, PolicyFile, check_manifest, describe, policy_root
 
 _MOST_BYTES = MAX_MANIFEST_BYTES + 4_096  # with its signature
@@ -136,7 +136,9 @@ def as_json(report: PolicyReport) -> dict[str, Any]:
 
 def as_text(report: PolicyReport) -> str:
     """For people."""
-    lines = [f"  {'ok  ' if each.passed else 'FAIL'}  {each.name:<9}  {each.detail}" for each in report.findings]
+    lines = [
+        printable(f"  {'ok  ' if each.passed else 'FAIL'}  {each.name:<9}  {each.detail}") for each in report.findings
+    ]
     if report.manifest is None:
         return "\n".join(["this is not a manifest of that trainer", *lines])
     about = f"policy {report.manifest.version} of run {report.manifest.run.hex()[:16]}…"

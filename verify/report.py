@@ -167,7 +167,7 @@ def print_verdict(ours: Judged, node: bytes, digest: bytes, theirs: Verdict | No
         why = disagreement(ours, digest, theirs)
         said = _said(theirs)
         agrees = " but ".join(filter(None, ("agrees", unchecked(ours, theirs))))
-        console.print(f"trainer's verdict {said}: {agrees if why is None else why}")
+        console.print(f"trainer's verdict {said}: {printable(agrees if why is None else why)}")
 
 
 def print_calibration(calibration: Calibration) -> None:

@@ -94,6 +94,13 @@ def test_a_manifest_that_cannot_be_is_refused(folder: Path, capsys: pytest.Captu
     assert "FAIL  manifest" in capsys.readouterr().out
 
 
+def test_a_name_in_a_manifest_drives_no_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = PolicyFile("\x1b[31mEVIL\n.json", (Blob(b"\1" * 32, 5),))
+    assert check(folder, replace(MANIFEST, files=(evil,))) == 1
+    said = capsys.readouterr().out
+    assert r"'\x1b[31mEVIL\n.json' cannot be a file of a policy" in said and "\x1b" not in said
+
+
 def test_a_safetensors_header_that_points_outside_the_file_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
