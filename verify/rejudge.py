@@ -233,7 +233,8 @@ def _strange(file: TraceFile, receipt: Receipt, held: dict[str, set[Signed]]) ->
         if copy not in known:
             yield f"the {name} in its file is none of {'this run' if name == 'genesis' else 'this epoch'}"
         elif not _is_of(name, copy, receipt, file.verdict):
-            yield f"the {name} in its file is another trace's"
+            whose = "not the one its verdict names" if name == "calibration" else "another trace's"
+            yield f"the {name} in its file is {whose}"
 
 
 def _is_of(name: str, copy: Signed, receipt: Receipt, verdict: Signed | None) -> bool:

@@ -125,7 +125,8 @@ class SmallLog:
         self.change(version, verdicts=tuple(logged))
         file = self.traces.get(verdict.trace_digest)
         if file is not None and file.verdict is not None:
-            self.traces[verdict.trace_digest] = replace(file, verdict=signed)
+            named = None if verdict.calibration is None else file.calibration
+            self.traces[verdict.trace_digest] = replace(file, verdict=signed, calibration=named)
 
     def with_submission(self, version: int, place: int, **changes: Any) -> None:
         listed = list(self.epochs[version].submissions)

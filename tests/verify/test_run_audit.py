@@ -364,7 +364,7 @@ def spoiled(log: SmallLog, change: Callable[[SmallLog, TraceFile], TraceFile], f
     """What is said of a trace whose file was changed."""
     digest = log.receipt(0, 2).trace_digest
     log.traces[digest] = change(log, log.traces[digest])
-    found = said(audited(log, folder, traces=True, sample=0))
+    found = [line for line in said(audited(log, folder, traces=True, sample=0)) if line.startswith("8")]
     where = f"8 epoch 0, trace {digest.hex()[:16]}…: "
     assert all(line.startswith(where) for line in found), found
     return [line.removeprefix(where) for line in found]
@@ -379,6 +379,12 @@ def another_genesis(log: SmallLog, file: TraceFile) -> TraceFile:
 def genesis_signature(log: SmallLog, file: TraceFile) -> TraceFile:
     signature = bytes([file.genesis.signature[0] ^ 1]) + file.genesis.signature[1:]
     return replace(file, genesis=replace(file.genesis, signature=signature))
+
+
+def calibration_unnamed(log: SmallLog, file: TraceFile) -> TraceFile:
+    """The verdict names none, and the file carries one: SPEC 8.9 step 5."""
+    log.with_verdict(0, 2, audited=False, scores=(), calibration=None)
+    return replace(log.traces[file.trace.digest], calibration=file.calibration)
 
 
 def exchanged(name: str) -> Callable[[SmallLog, TraceFile], TraceFile]:
@@ -398,6 +404,7 @@ def exchanged(name: str) -> Callable[[SmallLog, TraceFile], TraceFile]:
         (exchanged("lease"), "the lease in its file is another trace's"),
         (exchanged("receipt"), "the receipt in its file is another trace's"),
         (exchanged("verdict"), "the verdict in its file is another trace's"),
+        (calibration_unnamed, "the calibration in its file is not the one its verdict names"),
     ],
 )
 def test_what_makes_a_trace_file_unusable_alone_is_found_in_the_log(
