@@ -396,7 +396,8 @@ class RunStore:
             sweep(half_written(folder))
         self._receipts = Log(folder / "receipts.log", config.log_bytes)
         self._verdicts = Log(folder / "verdicts.log", config.log_bytes)
-        # Methods run in threads, readers may be in the middle of a loop: these two are replaced, never changed.
+        # Methods run in threads, readers may be in the middle of a loop: these two are replaced, never changed. Who
+        # looks twice may find two of them.
         self._changing = threading.Lock()
         self._in_use: frozenset[int] = frozenset()
         self.pinned: frozenset[int] = frozenset()  # versions that a delta is being applied to
@@ -410,10 +411,10 @@ class RunStore:
 
         Raises StorageError, with nothing given up, when it does not.
         """
-        sizes = {version: self.held[version].size for version in self._spare()}
-        if self._short(needed) > 0 and self._short(needed) <= sum(sizes.values()):
-            for version in sizes:
-                self._drop_policies([version])
+        spare = self._spare()
+        if self._short(needed) > 0 and self._short(needed) <= sum(held.size for held in spare):
+            for held in spare:
+                self._drop_policies([held.version])
                 if self._short(needed) <= 0:
                     break
         self.check_space(needed, what)
@@ -425,11 +426,11 @@ class RunStore:
             short = max(short, needed - (self._config.disk_bytes - self.used_bytes()))
         return short
 
-    def _spare(self) -> list[int]:
-        """The versions that nothing needs, the one used least recently first."""
+    def _spare(self) -> list[HeldPolicy]:
+        """Those that nothing needs, the one used least recently first."""
         stay = {self.highest_version, *self.needed_versions()}
         spare = [held for held in self.held.values() if held.version not in stay]
-        return [held.version for held in sorted(spare, key=lambda held: held.used_ns())]
+        return sorted(spare, key=lambda held: held.used_ns())
 
     def needed_versions(self) -> frozenset[int]:
         """Of policies in use or being built on, leased, or drawn from by a trace that is not sent."""
@@ -616,11 +617,12 @@ class RunStore:
     def prune(self, in_use: Iterable[int]) -> None:
         """Keep the last few versions and those that something needs."""
         self._in_use = frozenset(in_use)
-        for version in self._in_use & self.held.keys():
-            self.held[version].touch()
-        newest = sorted(self.held)[-self._config.keep_versions :]
+        here = self.held
+        for version in self._in_use & here.keys():
+            here[version].touch()
+        newest = sorted(here)[-self._config.keep_versions :]
         keep = {*newest, *self.needed_versions()}
-        self._drop_policies([version for version in self.held if version not in keep])
+        self._drop_policies([version for version in here if version not in keep])
 
     def drop_between(self, version: int) -> None:
         """Forget a policy that was only made to build the next one on, unless something needs it."""

@@ -352,10 +352,11 @@ class Worker:
         # Leases on their way may be for the present one.
         if self._stopping or self._running or self.asking or self.book.waiting(loaded):
             return None
-        usable = self._store.held.keys() - self._useless.keys()
+        held = self._store.held
+        usable = held.keys() - self._useless.keys()
         leased = [version for version in self.book.versions() if version > loaded and version in usable]
         if leased:
-            return self._store.held[min(leased)]
+            return held[min(leased)]
         return self._next if self._next is not None and self._next.version > loaded else None
 
     def _moves_on(self) -> bool:

@@ -17,7 +17,17 @@ import pytest
 
 from node import doctor
 from node.config import DISK_RESERVE_BYTES, NodeConfig
-from node.store import Home, RunStore, load_address, lock_holder, read_status, save_address, write_status, write_whole
+from node.store import (
+    HeldPolicy,
+    Home,
+    RunStore,
+    load_address,
+    lock_holder,
+    read_status,
+    save_address,
+    write_status,
+    write_whole,
+)
 from protocol import codec
 from protocol.envelope import Signed, seal
 from protocol.errors import KeyFileError, PolicyError, StorageError
@@ -337,6 +347,26 @@ def test_doctor_counts_the_disk_as_a_node_does(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     found = doctor._disk(tmp_path, MANIFEST)
     assert (str(found.level), told in found.text) == (level, True), found.text
+
+
+@pytest.mark.parametrize("looked", ["used_ns", "touch"])
+def test_a_policy_that_goes_while_another_thread_looks_through_them_disturbs_nobody(
+    tmp_path: Path, looked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download made room while the worker gave up older policies: the node ended with a KeyError."""
+    store = RunStore(tmp_path / "run", config(keep_versions=5))
+    for version in (1, 2, 3, 4):
+        put_policy(store, version)
+    look = getattr(HeldPolicy, looked)
+
+    def while_another_drops(held: HeldPolicy) -> object:
+        store._drop_policies([1, 2])
+        return look(held)
+
+    monkeypatch.setattr(HeldPolicy, looked, while_another_drops)
+    store.make_room(1, "a download")
+    store.prune([1, 2, 3])
+    assert sorted(store.held) == [3, 4]
 
 
 def test_the_budget_counts_what_the_home_holds_already(tmp_path: Path) -> None:
