@@ -53,7 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         config=TrainerConfig(page_port=0, listen="/ip4/127.0.0.1/tcp/0"),
     )
     ledger = Ledger(made.folder.ledger)
-    ledger.see_node(NODE, 5_000, "rlcommons 0.1.0", "transformers <script>alert(1)</script>")
+    for seen_ms in (2_000, 5_000):
+        ledger.see_node(NODE, seen_ms, "rlcommons 0.1.0", "transformers <script>alert(1)</script>")
     with ledger.write():
         learned = Story(ledger).spread(40)
     for version, reward in enumerate((0.2, 0.35, 0.62), start=1):
