@@ -38,6 +38,7 @@ GIB: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0
 RECENT_MS: Final = 24 * 3_600_000
 MOST_FAULTS: Final = 3
+STARTING_MS: Final = 90_000  # a gateway that ended before that ended in an earlier start
 
 
 def examine(path: Path, now_ms: int) -> Iterator[Finding]:
@@ -57,7 +58,7 @@ def examine(path: Path, now_ms: int) -> Iterator[Finding]:
             yield _learner(run.folder, ledger)
             yield from _nodes(ledger)
             yield from _trust(ledger)
-            yield from _gateway(run.folder, ledger)
+            yield from _gateway(run.folder, ledger, now_ms)
             yield from _faults(ledger, now_ms)
             size = _size_of_step(run.folder, ledger)
     yield _room(run.folder, size)
@@ -217,12 +218,12 @@ def _trust(ledger: Ledger) -> Iterator[Finding]:
             )
 
 
-def _gateway(folder: RunFolder, ledger: Ledger) -> Iterator[Finding]:
+def _gateway(folder: RunFolder, ledger: Ledger, now_ms: int) -> Iterator[Finding]:
     """Without it a run that is served is reached by nobody."""
     if holder(folder) is None or "gateway" in workers(folder):
         return
-    query = "SELECT text FROM events WHERE kind = 'process' AND text LIKE 'the gateway %' ORDER BY id DESC LIMIT 1"
-    said = ledger.view(query)
+    query = "SELECT text FROM events WHERE kind = 'process' AND text LIKE 'the gateway %' AND at_ms > ? "
+    said = ledger.view(query + "ORDER BY id DESC LIMIT 1", (now_ms - STARTING_MS,))
     text = f"is not at work; the last of it: {said[0]['text']}" if said else "is starting"
     yield Finding("gateway", Level.ACT if said else Level.WARNING, text)
 

@@ -170,6 +170,7 @@ def test_faults_and_full_disks_are_warnings_with_what_to_do(
 
 def test_a_run_that_is_served_without_its_gateway_is_told_with_the_gateway_s_words(run: Run, ledger: Ledger) -> None:
     with locked(run):
+        ledger.add_event(now_ms() - 100_000, "process", "the gateway ended with exit code 1: of an earlier start")
         assert found(run, "gateway").level is Level.WARNING and "is starting" in found(run, "gateway").text
         ledger.add_event(now_ms(), "process", "the gateway ended with exit code 2: cannot listen; started again in 3 s")
         ledger.add_event(now_ms(), "process", "the page ended with exit code 2: taken; started again in 3 s")
