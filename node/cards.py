@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protocol.errors import EngineError, UsageError
+from protocol.outputs import cause
 
 GIB: Final = 1024**3
 DTYPES: Final = ("float32", "bfloat16")  # those an auditor has limits for (SPEC 10.6)
@@ -163,7 +164,8 @@ def size_of(policy: Path, dtype: str) -> PolicySize:
         numbers = sum(_numbers_in(path) for path in policy.glob("*.safetensors"))
         return PolicySize(numbers * _ITEM_BYTES[dtype], _token_numbers(config) * _ITEM_BYTES[dtype])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"the size of the policy in {policy} cannot be told from its files: {error!r}") from error
+        why = f"there is no {error}" if isinstance(error, KeyError) else cause(error)
+        raise EngineError(f"the size of the policy in {policy} cannot be told from its files: {why}") from error
 
 
 def _numbers_in(path: Path) -> int:

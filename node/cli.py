@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from protocol.arguments import Parser
+from protocol.arguments import Parser, add_version
 from protocol.errors import LocalError, RemoteError, RLCommonsError, UsageError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     home = argparse.ArgumentParser(add_help=False)
     home.add_argument(

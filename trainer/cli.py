@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.arguments import Parser, not_empty
+from protocol.arguments import Parser, add_version, not_empty
 
 _EPILOG = """exit codes:
   0    done; doctor: nothing has to be done
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     init = commands.add_parser("init", help="make a run: key, genesis, settings and first policy")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from protocol.arguments import Parser, not_empty
+from protocol.arguments import Parser, add_version, not_empty
 from protocol.limits import MAX_LOG_ITEMS, MAX_TRACE_TOKENS
 
 _MOST_TRACES: Final = 10_000  # drawn here: hours of work
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import node.cli
 import trainer.cli
 import verify.cli
 from protocol.identity import Identity
+from protocol.limits import PROTOCOL_VERSION
 from protocol.run import EnvironmentShare
 from trainer.cli import main
 from trainer.config import TrainerConfig
@@ -21,6 +23,7 @@ from trainer.init import init_run
 
 COMMANDS = {"rlnode": node.cli, "rltrainer": trainer.cli, "rlverify": verify.cli}
 ONE, OTHER = (Identity(bytes([number]) * 32).peer_id for number in (1, 2))
+ENDING = ("help", "version")  # options that print something and end
 WRONG = ONE[:-1]  # a letter was lost as it was copied
 
 
@@ -30,7 +33,7 @@ def parts(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[tu
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
                 yield from parts(below, (*path, name))
-        elif action.option_strings and not isinstance(action, argparse._HelpAction):
+        elif action.option_strings and action.dest not in ENDING:
             yield path, action
 
 
@@ -100,3 +103,12 @@ def test_every_node_that_is_named_is_read_and_the_run_is_not_taken_for_one(
     assert main(["serve", *written.split()]) == 2
     told = capsys.readouterr().err
     assert f"--trust: '{WRONG}' is not an Ed25519 peer id" in told, told
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_a_command_tells_its_version_and_that_of_the_protocol(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        COMMANDS[program].main(["--version"])
+    assert ended.value.code in (None, 0)
+    package, (major, minor) = importlib.metadata.version("rlcommons"), PROTOCOL_VERSION
+    assert capsys.readouterr().out == f"{program} {package} (rlcommons protocol {major}.{minor})\n"
