@@ -107,7 +107,7 @@ def commit(
         reached("step renamed")
     except OSError as error:
         raise StorageError(f"policy {row.version} could not be written: {cause(error)}") from error
-    said = make_deltas(folder, row.version, ledger.roots())
+    said = make_deltas(folder, row.version, ledger.root)
     reached("deltas made")
     ledger.record_step(row, record.root, taken)
     for text in said:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,21 +28,24 @@ _READ_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"(\d{6,20})-([0-9a-f]{64})\.ulpd1")
 
 
-def bases(version: int, on_disk: Collection[int]) -> list[int]:
-    """The versions that a delta to `version` is made from, earliest first."""
-    return sorted(version - skip for skip in SKIPS if version % skip == 0 and version - skip in on_disk)
+def bases(version: int) -> list[int]:
+    """The versions that a delta to `version` is made from, as far as they are kept; earliest first."""
+    return sorted(version - skip for skip in SKIPS if version % skip == 0 and version >= skip)
 
 
-def make_deltas(folder: RunFolder, version: int, roots: dict[int, bytes]) -> list[str]:
-    """Write the deltas to a policy from those of `roots` that are on disk. What went wrong, for people."""
+def make_deltas(folder: RunFolder, version: int, root_of: Callable[[int], bytes | None]) -> list[str]:
+    """Write the deltas to a policy from those earlier ones that are on disk and have a root. What went wrong, for
+    people."""
     target = folder.deltas(version)
     shutil.rmtree(target, ignore_errors=True)
-    on_disk = [each for each in folder.versions() if each in roots]
     said = []
-    for base in bases(version, on_disk):
+    for base in bases(version):
+        root = root_of(base)
+        if root is None or not folder.policy(base).is_dir():
+            continue
         try:
             target.mkdir(parents=True, exist_ok=True)
-            _make(folder.policy(base), folder.policy(version), target / _name(base, roots[base]))
+            _make(folder.policy(base), folder.policy(version), target / _name(base, root))
         except (PolicyError, DecodeError, OSError) as error:
             said.append(f"no delta from policy {base} to {version}, nodes fetch the files: {error}")
     return said

@@ -96,6 +96,7 @@ class Gateway:
             nursery.start_soon(self._write_network, host)
             nursery.start_soon(self._watch_ledger)
             nursery.start_soon(self._tidy)
+            nursery.start_soon(self._close_epochs)
             nursery.start_soon(self._prune)
             nursery.start_soon(_stay_small)
             nursery.start_soon(self._write_beats)
@@ -248,22 +249,29 @@ class Gateway:
                 leasing.tidy(connected, now)
 
             await self._try(work)
-            await self._close_epoch()
             show_life(self.office.run.folder.path, "gateway")
             await trio.sleep(TIDY_SECONDS)
 
-    async def _close_epoch(self) -> None:
-        """One a round at most: reading an epoch takes a moment, and nothing waits for it."""
+    async def _close_epochs(self) -> None:
+        """One after the other, as fast as they come: one a second would fall behind a run of small steps for good, and
+        what is known of an epoch is kept until it is closed."""
+        while True:
+            while await self._close_epoch():
+                pass
+            await trio.sleep(TIDY_SECONDS)
+
+    async def _close_epoch(self) -> bool:
+        """Whether there was one that could be closed, and was."""
         registrar = self.office.registrar
         version = registrar.candidate(self.office.ledger)
         if version is None:
-            return
+            return False
         try:
             signed = await trio.to_thread.run_sync(registrar.draft, version, self.office.clock())
+            return await self.office.clerk.do(lambda: registrar.record(self.writer, signed))
         except StorageError as error:
             self.storage_failed(str(error))
-            return
-        await self._try(lambda: registrar.record(self.writer, signed))
+            return False
 
     async def _prune(self) -> None:
         keep = self.office.run.config.keep_traces

@@ -32,7 +32,7 @@ from trainer.home import learners_turn
 from trainer.ledger import Ledger
 from trainer.ledger_rows import EvaluationRow, StepRow
 from trainer.loss import LossSums
-from trainer.publish import prune_policies
+from trainer.publish import prune_policies, retire_policy
 from trainer.rundir import Run, open_run
 from trainer.stepper import NOT_FINITE, Stepped, Stepper, StepRefused
 from trainer.team import LostOthers, Team, join, leave
@@ -83,6 +83,8 @@ class Learner:
         self._refused = 0  # in a row, for want of a finite number
         torch.set_num_threads(self._config.threads)
         version = self._team.tell(checkpoint.recover(self._folder, ledger))
+        if self._team.leads:
+            prune_policies(self._folder, version, self._config.keep_policies)
         self._shaping = _shaping(run, version)
         self.stepper = _stepper(run, version, self._team)
         if version and not self._folder.step(version).exists():
@@ -176,7 +178,8 @@ class Learner:
             weights=weights,
             reached=self._reached,
         )
-        prune_policies(self._folder, self.version, self._config.keep_policies)
+        if (old := self.version - self._config.keep_policies) >= 0:
+            retire_policy(self._folder, old)
 
     def _sound(self, sums: LossSums) -> None:
         """An event when an alarm begins and when it is over."""

@@ -199,9 +199,10 @@ class Ledger(AuditsOfLedger, LearningOfLedger, LogOfRun, NodesOfLedger, PairsOfL
         )
         return None if row is None else (row[0], row[1], row[2])
 
-    def roots(self) -> dict[int, bytes]:
-        """The root of every version."""
-        return dict(self._db.execute("SELECT version, root FROM policies"))
+    def root(self, version: int) -> bytes | None:
+        """The root of a version, signed or not."""
+        row = self._db.execute("SELECT root FROM policies WHERE version = ?", (version,)).fetchone()
+        return None if row is None else bytes(row[0])
 
     def latest_signed(self) -> int | None:
         latest: int | None = self._db.execute(

@@ -93,16 +93,21 @@ def open_office(run: Run, clock: Callable[[], int] = now_ms) -> Iterator[Office]
 
 
 def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf, clock: Callable[[], int] = now_ms) -> None:
-    """Put every signed policy that is on disk on the shelf, after signing those that are not."""
+    """Put the newest signed policies that are on disk on the shelf, as many as it holds, after signing those that are
+    not. A run may keep thousands, and a start does not look at each."""
     for version, root in ledger.unsigned_policies():
         if run.folder.policy(version).is_dir():
             signed = sign_manifest(run, signer, version, root, clock)
             ledger.set_manifest(version, codec.encode(signed), figures(codec.decode(Manifest, signed.payload)))
-    for version in run.folder.versions():
+    newest: list[Signed] = []
+    for version in reversed(run.folder.versions()):
         found = ledger.policy(version)
         if found is not None and found[2] is not None:
-            signed = codec.decode(Signed, found[2])
-            shelf.put(signed, codec.decode(Manifest, signed.payload))
+            newest.append(codec.decode(Signed, found[2]))
+        if len(newest) == shelf.most:
+            break
+    for signed in reversed(newest):
+        shelf.put(signed, codec.decode(Manifest, signed.payload))
     latest = ledger.latest_signed()
     if latest is None or shelf.root(latest) is None:
         raise PolicyError(f"the latest policy is not in {run.folder.policies}: restore it from a backup")

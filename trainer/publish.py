@@ -58,9 +58,15 @@ def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
 
 def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:
     """Remove published policies older than the newest `keep`, and the deltas that lead to them: no node, audit or
-    learner may need them."""
-    oldest = max(0, newest - keep + 1)
+    learner may need them. Looks at all that are kept, which may be thousands: for a start, not for every step."""
     for of in (folder.policy, folder.deltas):
         for version in versions_in(of(newest).parent):
-            if version < oldest:
+            if version <= newest - keep:
                 shutil.rmtree(of(version))
+
+
+def retire_policy(folder: RunFolder, version: int) -> None:
+    """Remove one published policy, and the deltas that lead to it, if they are there."""
+    for path in (folder.policy(version), folder.deltas(version)):
+        if path.exists():
+            shutil.rmtree(path)

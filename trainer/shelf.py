@@ -49,7 +49,7 @@ class Shelf:
     def __init__(self, folder: RunFolder, most: int = SERVED) -> None:
         """`most`: versions on it at once; the oldest go."""
         self._folder = folder
-        self._most = most
+        self.most = most
         self._manifests: dict[int, tuple[Signed, Manifest]] = {}
         self._blobs: dict[bytes, BlobPlace] = {}
         self._readings: dict[int, Reading] = {}
@@ -64,7 +64,7 @@ class Shelf:
         """A policy that nodes may fetch from now on, or a newer manifest of one."""
         self._blobs = {**self._blobs, **self._places(manifest)}
         self._manifests = {**self._manifests, manifest.version: (signed, manifest)}
-        self._drop(sorted(self._manifests)[: -self._most])
+        self._drop(sorted(self._manifests)[: -self.most])
 
     def forget_removed(self) -> None:
         """Drop the versions whose folder is gone."""

@@ -105,7 +105,7 @@ def main() -> int:
         move_some(run.policy(1))
         roots = {version: policy_root(run.policy(version)) for version in (0, 1)}
         cpu, began = time.process_time(), time.monotonic()
-        if said := make_deltas(run, 1, roots):
+        if said := make_deltas(run, 1, roots.get):
             raise AssertionError(said)
         made = time.process_time() - cpu, time.monotonic() - began
         stock(home, run, roots)

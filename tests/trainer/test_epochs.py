@@ -7,6 +7,7 @@ import functools
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,18 @@ async def test_the_gateway_seals_an_epoch_and_takes_nothing_of_it_afterwards(run
         asked = await client.ask(messages.AskAudit(digest), messages.AuditAsked)
         assert not asked.granted
         assert epoch_log(ledger, 0) == log
+
+
+@on_trio
+async def test_every_epoch_that_can_be_closed_is_closed_in_one_round(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of small steps makes more than one version a round."""
+    monkeypatch.setattr("trainer.gateway.TIDY_SECONDS", 3600)
+    with closing(Ledger(run.folder.ledger)) as ledger:
+        for version in range(1, 7):
+            publish(run, ledger, version)
+    async with trainer_at_work(run) as trainer:
+        await closed(trainer, 5)
+        assert trainer.ledger.sealed() == 5, "the learner may still use the last two"
 
 
 @on_trio

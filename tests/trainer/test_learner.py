@@ -10,13 +10,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainer.publish
+import trainer.rundir
 from protocol import codec
 from protocol.envelope import Signed
 from protocol.environments.tools import Tools8
@@ -33,7 +35,7 @@ from trainer.ledger import Ledger
 from trainer.ledger_rows import GroupState, StepRow
 from trainer.masters import Masters, _LowRank
 from trainer.publish import tensor_names
-from trainer.rundir import Run, open_run
+from trainer.rundir import Run, open_run, versions_in
 from trainer.schedule import learning_rate
 from verify.model import PolicyModel
 
@@ -122,6 +124,29 @@ def test_a_learner_started_anew_goes_on_exactly_where_the_other_stopped(
     assert roots[0] == roots[1] and len(set(roots[0])) == 4
     assert batches(ledger) == batches(other)
     assert sorted(path.name for path in run.folder.learner.iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_a_step_removes_the_policy_that_is_kept_no_longer_and_looks_at_no_others(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run may keep ten thousand: what a step costs must not grow with them."""
+    run, ledger = copied(drawn, tmp_path / "run", staleness_limit=3, staleness_target=3, keep_policies=5)
+    learner, gateway = Learner(run, ledger), Gateway(run, ledger, seed=1)
+
+    def looks(_: Path) -> NoReturn:
+        raise AssertionError("a step looked at all policies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.publish, "versions_in", looks)
+        patch.setattr(trainer.rundir, "versions_in", looks)
+        while learner.version < 5:
+            if isinstance(learner.turn(), str):
+                gateway.admit(2, learner.version)
+    assert run.folder.versions() == versions_in(run.folder.all_deltas) == [1, 2, 3, 4, 5]
+    for path in (run.folder.policy(0), run.folder.deltas(0)):  # as a learner killed before it removed them leaves them
+        path.mkdir()
+    Learner(run, ledger)
+    assert run.folder.versions() == versions_in(run.folder.all_deltas) == [1, 2, 3, 4, 5]
 
 
 def test_the_policy_that_scores_is_the_masters_in_bfloat16(made: tuple[Run, Ledger]) -> None:
