@@ -549,7 +549,7 @@ def _load_backup(path: Path) -> Identity:
     from protocol.errors import KeyFileError
     from protocol.identity import load_identity
 
-    if not path.is_file():
+    if not os.path.isfile(path):
         why = "is not a file" if os.path.lexists(path) else "is not there"
         raise UsageError(f"{path} {why}: name the file that `rlnode key backup` wrote")
     try:

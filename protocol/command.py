@@ -5,6 +5,7 @@ Not here: arguments, what is done, and the codes that one command alone has (eac
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from protocol import interrupts
-from protocol.errors import RLCommonsError, StorageError
+from protocol.errors import RLCommonsError, StorageError, UsageError
 from protocol.outputs import FULL, cause
 
 FAULT: Final = 3  # of this machine, or of this program
@@ -29,6 +30,8 @@ ENDINGS: Final = f"""\
 """
 
 
+# What looking at a place that a person named raises, even asking whether it is there.
+_OUT_OF_REACH: Final = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 _AGAIN_SECONDS: Final = 0.02  # until Python is done with what it cleared away
 
 
@@ -88,6 +91,9 @@ def _carry_out(program: str, command: Callable[[], int], failed: Callable[[RLCom
             _drop_output()
             told = f"the output cannot be written: {cause(error)}: make room, or send it elsewhere"
             return failed(StorageError(told))
+        if isinstance(error, OSError) and error.errno in _OUT_OF_REACH and error.filename is not None:
+            told = f"{error.filename} cannot be reached: {cause(error)}: name another place, or look who may enter it"
+            return failed(UsageError(told))
         traceback.print_exc()
         print(f"{program}: this is a bug of {program}; please report the lines above", file=sys.stderr)
         return FAULT

@@ -6,7 +6,6 @@ loopback unless config says otherwise. Not here: what the figures mean (summary.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from protocol.errors import UsageError
+from protocol.outputs import cause
 from trainer import rates, summary, waits
 from trainer.child import CANNOT_START
 from trainer.ledger import Ledger
@@ -233,8 +233,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port))
     except OSError as error:
-        # Python adds the address to the system's words.
-        why = str(error) if error.errno is None else os.strerror(error.errno)
+        # Python adds the address to the words of whoever refused it, which need not be the system.
+        why = cause(error).partition(" (while attempting")[0]
         raise UsageError(
             f"the page cannot listen on {host}:{port}: {why}: set page_host and page_port in config.toml"
         ) from None

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Final
 
 from protocol.errors import LocalError
+from protocol.outputs import printable
 from trainer.ledger import Ledger
 
 POLL_SECONDS: Final = 0.03  # a look at the ledger's change counter costs some microseconds
 
 CANNOT_START: Final = 2  # of gateway and page, and of the run: a setting of it cannot be used, or an address is taken
+RESTARTED: Final = "; started again"  # so goes on what is told of a process that ended
 DIVERGED: Final = 5  # exit code of the learner, and of the run: started again it would do the same
 
 END_SECONDS: Final = 10.0  # after an interruption; the parent, where it lives, is less patient
@@ -37,7 +39,8 @@ def now_ms() -> int:
 
 
 def say(name: str, text: str) -> None:
-    print(f"{name}: {text}", file=sys.stderr, flush=True)
+    """A line of this process's log, in which a node's words may be."""
+    print(f"{name}: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def end_with_parent() -> None:

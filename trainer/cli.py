@@ -64,9 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(_named_one_by_one(sys.argv[1:] if arguments is None else arguments))
     from protocol.command import carry_out
     from protocol.errors import PolicyError, RLCommonsError, UsageError
+    from protocol.outputs import printable
 
     def failed(error: RLCommonsError) -> int:
-        print(f"rltrainer: {error}", file=sys.stderr)
+        print(f"rltrainer: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError | PolicyError) else 3
 
     return carry_out("rltrainer", lambda: options.command(options), failed)
@@ -525,6 +526,7 @@ def _publish(options: argparse.Namespace) -> int:
 
 
 def _quarantine(options: argparse.Namespace) -> int:
+    from protocol.outputs import printable
     from trainer.ledger import Ledger
     from trainer.quarantine import in_quarantine
     from trainer.rundir import open_run
@@ -538,7 +540,7 @@ def _quarantine(options: argparse.Namespace) -> int:
         return 0
     for each in found:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.received_ms / 1000))
-        print(f"{when}  {each.file}\n  from {each.node}\n  {each.cause}")
+        print(f"{when}  {each.file}\n  from {each.node}\n  {printable(each.cause)}")
         print(f"  look: rlverify check {each.file} --policy {run.folder.policy(each.policy_version)}")
     if found:
         print("Nobody was blamed. Looking may hang or take all memory, as it did here: do it where that does no harm.")

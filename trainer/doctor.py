@@ -22,6 +22,7 @@ from protocol.outputs import cause
 from protocol.policy import Manifest, policy_root, read_safetensors
 from trainer.audit_draw import AuditChain
 from trainer.backup import read_backup
+from trainer.child import RESTARTED
 from trainer.ledger import Ledger
 from trainer.place import copied_from, copy_advice, holder, workers
 from trainer.rundir import (
@@ -37,7 +38,7 @@ from trainer.rundir import (
 GIB: Final = 1024**3
 CLOCK_SECONDS: Final = 60.0
 RECENT_MS: Final = 24 * 3_600_000
-MOST_FAULTS: Final = 3
+MOST_FAULTS: Final = 3  # of a kind
 STARTING_MS: Final = 90_000  # a gateway that ended before that ended in an earlier start
 
 
@@ -229,14 +230,17 @@ def _gateway(folder: RunFolder, ledger: Ledger, now_ms: int) -> Iterator[Finding
 
 
 def _faults(ledger: Ledger, now_ms: int) -> Iterator[Finding]:
-    since = now_ms - RECENT_MS
-    query = "SELECT text, COUNT(*) AS n, MAX(id) AS last FROM events "
-    query += "WHERE kind IN ('fault', 'alarm', 'stall', 'process') "
-    rows = ledger.view(query + "AND at_ms > ? GROUP BY text ORDER BY last DESC LIMIT ?", (since, MOST_FAULTS))
-    if not rows:
+    """The newest of each kind: what a node can cause again and again does not hide what it cannot."""
+    query = "SELECT kind, text FROM events WHERE kind IN ('fault', 'alarm', 'stall', 'process') AND at_ms > ? "
+    texts: dict[str, dict[str, list[str]]] = {}  # kind → what happened → its texts, the newest first
+    for row in ledger.view(query + "ORDER BY id DESC", (now_ms - RECENT_MS,)):
+        happened = row["text"].partition(RESTARTED)[0]  # the waits between restarts differ
+        texts.setdefault(row["kind"], {}).setdefault(happened, []).append(row["text"])
+    if not texts:
         yield Finding("events", Level.OK, "no fault or alarm, and no process that ended by itself, in the last 24 h")
-    for row in rows:
-        yield Finding("events", Level.WARNING, f"{row['text']} ({row['n']} times in the last 24 h)")
+    for kind in ("alarm", "stall", "process", "fault"):
+        for same in list(texts.get(kind, {}).values())[:MOST_FAULTS]:
+            yield Finding("events", Level.WARNING, f"{same[0]} ({len(same)} times in the last 24 h)")
 
 
 def _size_of_step(folder: RunFolder, ledger: Ledger) -> int:

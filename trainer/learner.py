@@ -80,11 +80,10 @@ class Learner:
         self._team = team or Team()
         self._reached = reached
         self._alarms: frozenset[str] = frozenset()
+        self._pruned = False  # whether older policies were looked through since this process began
         self._refused = 0  # in a row, for want of a finite number
         torch.set_num_threads(self._config.threads)
         version = self._team.tell(checkpoint.recover(self._folder, ledger))
-        if self._team.leads:
-            prune_policies(self._folder, version, self._config.keep_policies)
         self._shaping = _shaping(run, version)
         self.stepper = _stepper(run, version, self._team)
         if version and not self._folder.step(version).exists():
@@ -178,8 +177,17 @@ class Learner:
             weights=weights,
             reached=self._reached,
         )
-        if (old := self.version - self._config.keep_policies) >= 0:
-            retire_policy(self._folder, old)
+        self._give_up_policies()
+
+    def _give_up_policies(self) -> None:
+        """Those that are kept no longer. After the first step all are looked at: what a learner that was killed left,
+        and what a smaller keep_policies no longer asks for."""
+        keep = self._config.keep_policies
+        if not self._pruned:
+            prune_policies(self._folder, self.version, keep)
+            self._pruned = True
+        elif self.version >= keep:
+            retire_policy(self._folder, self.version - keep)
 
     def _sound(self, sums: LossSums) -> None:
         """An event when an alarm begins and when it is over."""

@@ -29,7 +29,7 @@ from protocol.device_turns import look
 from protocol.errors import StorageError, UsageError
 from protocol.outputs import printable
 from trainer import home
-from trainer.child import CANNOT_START, DIVERGED, last_sign, life, note_start, now_ms
+from trainer.child import CANNOT_START, DIVERGED, RESTARTED, last_sign, life, note_start, now_ms
 from trainer.config import TrainerConfig
 from trainer.guard import Guard
 from trainer.ledger import Ledger
@@ -197,7 +197,9 @@ class Supervisor:
         if code == DIVERGED and child.name == "learner":
             self._give_up(DIVERGED, f"the learner {how}{why}", child)
             return
-        if code == CANNOT_START and child.failures == STARTS and not child.was_well:
+        # rlnode's 2 says nothing of this run's addresses, and others may draw for it.
+        cannot = code == CANNOT_START and child.name in ("gateway", "page")
+        if cannot and child.failures == STARTS and not child.was_well:
             self._give_up(CANNOT_START, f"the {child.name} {how}{why}", child)
             return
         if child.failures == child.failures_end:
@@ -205,7 +207,7 @@ class Supervisor:
             return
         if child.guard is not None:
             self._release(child.name, died_of=f"the auditor {how}{why}"[:CAUSE_CHARACTERS])
-        self.say("process", f"the {child.name} {how}{why}; started again in {delay:g} s (see {child.log})")
+        self.say("process", f"the {child.name} {how}{why}{RESTARTED} in {delay:g} s (see {child.log})")
 
     def _give_up(self, code: int, why: str, child: Child) -> None:
         self.code, self.gave_up = code, why

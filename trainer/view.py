@@ -176,30 +176,30 @@ def _node_row(node: dict[str, Any]) -> dict[str, Text]:
 def notes(run: Run, found: dict[str, Any]) -> list[Text]:
     """Lines below the view, of a summary with rates.told. To be printed with `soft_wrap=True`: an address must stay
     one line to be copied."""
-    lines = []
+    lines: list[tuple[str, str]] = []  # what is said, and its style
     served = found.get("served", True)
     if not served:
         told = f"nothing of this run is at work: `rltrainer serve {run.folder.path}` goes on with it"
-        lines.append(Text(f"not served  {told}", style="bold"))
+        lines.append((f"not served  {told}", "bold"))
     if served and run.folder.address.exists():
-        lines.append(Text(f"join  rlnode join {run.folder.address.read_text().strip()}", style="dim"))
+        lines.append((f"join  rlnode join {run.folder.address.read_text().strip()}", "dim"))
     if served and run.folder.page.exists():
-        lines.append(Text(f"page  {run.folder.page.read_text().strip()}", style="dim"))
+        lines.append((f"page  {run.folder.page.read_text().strip()}", "dim"))
     for pair in found["pairs"]:
         about = "calibrated" if pair["note"] is None else f"new, audited in full: {pair['note']}"
-        lines.append(Text(f"engines  {pair['pair']}: {about}", style="dim"))
+        lines.append((f"engines  {pair['pair']}: {about}", "dim"))
     if found["policies"]:
-        lines.append(Text(f"policy  {policy_line(found['policies'])}", style="dim"))
+        lines.append((f"policy  {policy_line(found['policies'])}", "dim"))
     network = read_network(run.folder) if served else None
     if network is not None:
-        lines.append(Text(f"network  {network_line(network)}", style="dim"))
+        lines.append((f"network  {network_line(network)}", "dim"))
     if leases := rates.line(found["rates"]):
-        lines.append(Text(f"leases  {leases}", style="dim"))
-    lines += [Text(f"alarm  {loss}", style="bold red") for loss in found["losses"]]
+        lines.append((f"leases  {leases}", "dim"))
+    lines += [(f"alarm  {loss}", "bold red") for loss in found["losses"]]
     if found["dropped"]:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in found["dropped"].items())
-        lines.append(Text(f"groups given up: {causes}", style="dim"))
-    return lines
+        lines.append((f"groups given up: {causes}", "dim"))
+    return [Text(printable(said), style) for said, style in lines]  # engines have the names that nodes gave them
 
 
 def policy_line(policies: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ requests and replies (session.py), heartbeats and reconnecting (the callers).
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable
@@ -111,8 +112,9 @@ def _port(text: str, port: str) -> int:
 def listen_endpoint(multiaddr: str) -> tuple[str, int]:
     """Host and port to listen at. Raises UsageError for what is no IP address with a TCP port (0: any free one)."""
     match multiaddr.split("/"):
-        case ["", "ip4" | "ip6", host, "tcp", port] if port.isascii() and port.isdigit() and int(port) < 65_536:
-            return host, int(port)
+        case ["", "ip4" | "ip6" as network, host, "tcp", port]:
+            with contextlib.suppress(UsageError):
+                return _endpoint(multiaddr, [network, host, "tcp", port])[1:]
     raise UsageError(f"cannot listen on '{multiaddr[:200]}': it should look like /ip4/0.0.0.0/tcp/4001")
 
 

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 README = str(ROOT / "README.md")
 SLOW = {"torch", "transformers", "libp2p", "vllm", "fastapi", "uvicorn"}
 
+LONG = "x" * 300  # no file system takes it: asking whether it is there raises, as in a folder that one may not enter
+
 # One process for each command: which of what it takes is wrong → what it says.
 WRONG = {
     "trainer.cli": {
@@ -36,6 +38,15 @@ WRONG = {
         ("status", "{}"): "is not a run, it has no config.toml",
         ("status", README + "/x"): "there is no folder",
         ("init", "{}/run", "--policy", "{}/none"): "is not a folder: a policy is a Hugging Face model folder",
+        ("init", LONG): "File name too long",
+        ("init", "{}/run", "--policy", LONG): "File name too long",
+        ("serve", LONG): "File name too long",
+        ("status", LONG): "File name too long",
+        ("doctor", LONG): "File name too long",
+        ("export-log", LONG, "{}/log"): "File name too long",
+        ("backup", LONG, "{}/copy"): "File name too long",
+        ("restore", LONG, "{}/run", "--nothing-lost"): "File name too long",
+        ("publish", LONG, "--mirror", "{}/mirror"): "File name too long",
     },
     "verify.cli": {
         ("check", README, "--policy", str(EMBEDDED)): "give a file that `rltrainer export-trace` wrote",
@@ -47,6 +58,10 @@ WRONG = {
         ("audit", "{}"): "this is not the log of a run",
         ("audit", README + "/x"): "Not a directory: give the folder that",
         ("policy", README, "--manifest", README): "give manifests/NNNNNN.msgpack of a mirror",
+        ("check", LONG, "--policy", str(EMBEDDED)): "File name too long",
+        ("audit", LONG): "File name too long",
+        ("policy", LONG, "--manifest", LONG): "File name too long",
+        ("controls", "--policy", LONG): "File name too long",
         ("controls", "--policy", README): "is not a folder: a policy is",
         ("controls", "--policy", str(EMBEDDED), "--html", "{}/none/page"): "make it, or choose another place",
         ("controls", "--policy", str(EMBEDDED), "--html", "{}"): "is a folder: name the file that the page",
@@ -60,6 +75,7 @@ WRONG = {
         ("status", "--home", README): "is not a folder: give --home the folder",
         ("store", "ls", "--home", README): "is not a folder: give --home the folder",
         ("key", "show", "--home", README): "is not a folder: give --home the folder",
+        ("key", "restore", LONG, "--home", "{}/none"): "is not there: name the file that",
         ("join", "--home", "{}/none"): "has no address yet: rlnode join ADDRESS",
     },
 }

@@ -51,6 +51,12 @@ def test_output_that_a_disk_has_no_room_for_is_no_bug_and_a_file_s_is(capsys: py
     assert "this is a bug of rlsomething" in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_reached_is_no_bug() -> None:
+    code, (said,) = ending(PermissionError(errno.EACCES, "Permission denied", "/root/run"))
+    assert code == 2 and isinstance(said, UsageError)
+    assert str(said) == "/root/run cannot be reached: Permission denied: name another place, or look who may enter it"
+
+
 def test_a_bug_is_shown_whole_and_looks_like_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     assert ending(ZeroDivisionError("x")) == (FAULT, [])
     told = capsys.readouterr().err

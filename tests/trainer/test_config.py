@@ -22,6 +22,8 @@ from trainer.config import LONGEST_WAIT, config_from, load_config
         ('trust = ["foo"]', "trust: .*`rlnode key show` prints a node's id"),
         ("lease_seconds = 0.0", "lease_seconds = 0.0 must be above 0"),
         ('listen = "foo"', "cannot listen on 'foo': it should look like /ip4/0.0.0.0/tcp/4001"),
+        ('listen = "/ip4/here/tcp/4001"', "cannot listen on '/ip4/here/tcp/4001': it should look like"),
+        ('listen = "/ip6/127.0.0.1/tcp/4001"', "cannot listen on '/ip6/"),
         ('listen = "/dns4/example.org/tcp/4001"', "cannot listen on '/dns4/"),
         (
             'announce = "example.org:4001"',

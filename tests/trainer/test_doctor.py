@@ -168,6 +168,21 @@ def test_faults_and_full_disks_are_warnings_with_what_to_do(
     assert found(run, "disk").needs_action
 
 
+def test_what_happens_again_and_again_hides_nothing_of_another_kind(run: Run, ledger: Ledger) -> None:
+    ledger.add_event(now_ms(), "alarm", "the policy runs away")
+    ledger.add_event(now_ms(), "stall", "the learner does nothing")
+    for number in range(20):  # as a node can cause them
+        ledger.add_event(now_ms(), "fault", f"trace {number} could not be judged")
+        ledger.add_event(now_ms(), "process", f"the auditor ended; started again in {number} s")
+    told = [each.text for each in doctor.examine(run.folder.path, now_ms()) if each.what == "events"]
+    assert told == [
+        "the policy runs away (1 times in the last 24 h)",
+        "the learner does nothing (1 times in the last 24 h)",
+        "the auditor ended; started again in 19 s (20 times in the last 24 h)",
+        *(f"trace {number} could not be judged (1 times in the last 24 h)" for number in (19, 18, 17)),
+    ]
+
+
 def test_a_run_that_is_served_without_its_gateway_is_told_with_the_gateway_s_words(run: Run, ledger: Ledger) -> None:
     with locked(run):
         ledger.add_event(now_ms() - 100_000, "process", "the gateway ended with exit code 1: of an earlier start")

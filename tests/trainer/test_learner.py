@@ -132,6 +132,7 @@ def test_a_step_removes_the_policy_that_is_kept_no_longer_and_looks_at_no_others
     """A run may keep ten thousand: what a step costs must not grow with them."""
     run, ledger = copied(drawn, tmp_path / "run", staleness_limit=3, staleness_target=3, keep_policies=5)
     learner, gateway = Learner(run, ledger), Gateway(run, ledger, seed=1)
+    stepped(learner)
 
     def looks(_: Path) -> NoReturn:
         raise AssertionError("a step looked at all policies")
@@ -145,8 +146,10 @@ def test_a_step_removes_the_policy_that_is_kept_no_longer_and_looks_at_no_others
     assert run.folder.versions() == versions_in(run.folder.all_deltas) == [1, 2, 3, 4, 5]
     for path in (run.folder.policy(0), run.folder.deltas(0)):  # as a learner killed before it removed them leaves them
         path.mkdir()
-    Learner(run, ledger)
-    assert run.folder.versions() == versions_in(run.folder.all_deltas) == [1, 2, 3, 4, 5]
+    again = Learner(run, ledger)
+    while isinstance(again.turn(), str):
+        gateway.admit(2, 5)
+    assert run.folder.versions() == versions_in(run.folder.all_deltas) == [2, 3, 4, 5, 6]
 
 
 def test_the_policy_that_scores_is_the_masters_in_bfloat16(made: tuple[Run, Ledger]) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from protocol.errors import UsageError
 from protocol.identity import Identity, peer_id
 from protocol.run import EnvironmentShare
 from tests.trainer.leased import Story
+from trainer.api import bind
 from trainer.config import TrainerConfig
 from trainer.init import init_run
 from trainer.ledger import Ledger
@@ -131,6 +135,22 @@ def test_the_terminal_says_in_a_line_what_is_being_lost(run: Run) -> None:
     ledger.close()
     assert any(text.startswith("alarm  long traces are being lost: of the leases of 257-512 tokens") for text in lines)
     assert any(text.startswith("leases  of the last 100 slots leased 80.0% completed, 20.0% expired") for text in lines)
+
+
+def test_the_name_a_node_gave_its_engine_cannot_drive_the_terminal(run: Run) -> None:
+    with closing(Ledger(run.folder.ledger, read_only=True)) as ledger:
+        found = {**summary(ledger, run.config, 10_000), **told(ledger, run.config)}
+    found["pairs"] = [{"pair": "\x1b[2J float32 cpu by transformers float32 cpu", "note": "at\nonce"}]
+    lines = [text.plain for text in notes(run, found)]
+    assert any("\\x1b[2J float32" in line and "at\\nonce" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_page_that_cannot_listen_says_why() -> None:
+    with pytest.raises(UsageError, match=r"cannot listen on nowhere\.invalid:0: [A-Z][a-z -]+: set page_host"):
+        bind("nowhere.invalid", 0)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken, pytest.raises(UsageError, match="in use: set page"):
+        bind(*taken.getsockname())
 
 
 def test_a_bad_query_is_refused_and_named(url: str) -> None:

@@ -107,18 +107,19 @@ def test_a_part_that_cannot_do_what_it_is_told_to_ends_the_run_unless_it_once_co
     run: Run, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_module, "RESTART_SECONDS", (0.0,))
-    for was_well in (False, True):
+    for name, was_well in (("page", False), ("page", True), ("home engine", False)):
         child = child_that(run, "taken", tmp_path / "mark")
-        child.was_well = was_well
+        child.name, child.was_well = name, was_well
         supervisor = Supervisor(run, ledger, [child])
         try:
             until(lambda: len(supervisor.news) > STARTS or supervisor.gave_up, supervisor.look)  # noqa: B023
         finally:
             supervisor.stop()
-        assert bool(supervisor.gave_up) is not was_well
-        if not was_well:
+        if name == "page" and not was_well:
             assert supervisor.code == CANNOT_START and len(supervisor.news) == STARTS
-            assert supervisor.gave_up == "the taken ended with exit code 2: the port is taken"
+            assert supervisor.gave_up == "the page ended with exit code 2: the port is taken"
+        else:  # of rlnode's, 2 is about that node alone: others may draw for the run
+            assert not supervisor.gave_up
 
 
 def test_a_child_that_was_killed_is_started_again(run: Run, ledger: Ledger, tmp_path: Path) -> None:
