@@ -94,7 +94,7 @@ def open_office(run: Run, clock: Callable[[], int] = now_ms) -> Iterator[Office]
 
 def fill_shelf(run: Run, signer: Identity, ledger: Ledger, shelf: Shelf, clock: Callable[[], int] = now_ms) -> None:
     """Put the newest signed policies that are on disk on the shelf, as many as it holds, after signing those that are
-    not. A run may keep thousands, and a start does not look at each."""
+    not. A run may keep thousands: of the others a start sees the folder's name alone."""
     for version, root in ledger.unsigned_policies():
         if run.folder.policy(version).is_dir():
             signed = sign_manifest(run, signer, version, root, clock)

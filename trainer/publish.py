@@ -58,7 +58,8 @@ def _published(name: str, weight: Tensor | None, before: Tensor) -> Tensor:
 
 def prune_policies(folder: RunFolder, newest: int, keep: int) -> None:
     """Remove published policies older than the newest `keep`, and the deltas that lead to them: no node, audit or
-    learner may need them. Looks at all that are kept, which may be thousands: for a start, not for every step."""
+    learner may need them. Looks at all that are kept, which may be thousands: for a process' first step, not for each.
+    """
     for of in (folder.policy, folder.deltas):
         for version in versions_in(of(newest).parent):
             if version <= newest - keep:
